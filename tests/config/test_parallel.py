@@ -9,10 +9,8 @@ from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
 
 
-def plan(processes, batch=4, fixed_order=False, fits=True, **parallel):
-    made = plan_mesh(
-        ParallelConfig.model_validate(parallel), processes, batch_size=batch, fixed_order=fixed_order, fits=fits
-    )
+def plan(processes, batch=4, fixed_order=False, **parallel):
+    made = plan_mesh(ParallelConfig.model_validate(parallel), processes, batch_size=batch, fixed_order=fixed_order)
     assert made.num_processes == processes
     return made.data, made.spatial
 
@@ -49,11 +47,6 @@ def test_activations_are_recomputed_by_the_spatial_strategy_or_where_the_choice_
     assert plan(2, checkpoint="all", strategy="spatial", data=2, spatial=1) == (2, 1)
     assert plan(2, checkpoint="all", spatial=2) == (1, 2)
     assert plan(4, checkpoint="all") == (4, 1)
-
-
-def test_samples_that_do_not_fit_are_cut_where_that_was_open():
-    assert plan(4, fits=False) == (1, 4)
-    assert plan(4, fits=False, data=4) == (4, 1)
 
 
 @pytest.mark.parametrize(

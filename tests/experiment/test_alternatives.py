@@ -20,7 +20,6 @@ from volseg.experiment.placement.alternatives import (
     is_out_of_memory,
     list_lines,
     list_overrides,
-    list_smaller,
     rank_smaller,
     run_plan,
     take_candidate,
@@ -49,6 +48,8 @@ def test_what_needs_clearly_less_is_ranked_by_time_on_as_many_gpus_first():
     ranked = rank_smaller(Candidate(kernels="torch"), KNOWN)
     assert [(each.candidate.num_gpus, each.candidate.checkpoint) for each in ranked] == [(1, 2), (1, "all"), (2, None)]
     assert len(rank_smaller(Candidate(spatial=4), KNOWN)) == 4, "without a forecast of what failed all that fit count"
+    none = [replace(each, refused="too much") for each in KNOWN[:3]]
+    assert rank_smaller(Candidate(), none) == [none[2], none[1]], "the smallest first, where nothing fits"
     # A forecast is found whichever kernels one GPU takes.
     assert get_estimate(Candidate(kernels="fast", recorded=True), KNOWN) is KNOWN[0]
     both = [KNOWN[0], replace(KNOWN[0], candidate=Candidate(kernels="torch"), seconds=9.0)]
@@ -64,7 +65,7 @@ def test_lines_can_be_pasted_and_have_numbers(configured, config_file):
         "  --set parallel.strategy=spatial --set parallel.devices=1 --set parallel.checkpoint=2   "
         "12.0 GiB, 0.2 s per step"
     )
-    assert lines[2].startswith("  --gpus 2 --set parallel.data=2 --set parallel.spatial=1   19.9 GiB of each GPU")
+    assert lines[2].startswith("  --gpus 2 --set parallel.data=2   19.9 GiB of each GPU")
     for line, each in zip(lines, KNOWN[1:], strict=False):
         words = line.split("   ")[0].removeprefix("  ").split()
         pasted = load_config(config_file, [word for word in words if "=" in word])
@@ -78,37 +79,18 @@ def test_kernels_that_were_asked_for_stay(configured):
     config = configured("training.kernels=torch")
     assert list_lines(config, [KNOWN[2]], 1) == []
     with pytest.raises(ConfigError, match=r"kernels is torch, which parallel\.strategy: spatial does not run"):
-        take_candidate(config, KNOWN[2].candidate, 1)
-
-
-@pytest.mark.parametrize(
-    ("tried", "smaller"),
-    [
-        ({}, [(1, 1, "all", None)]),
-        ({"checkpoint": "all"}, [(1, 1, "tiled", None)]),
-        ({"checkpoint": "tiled"}, []),
-        (
-            {"data": 4},
-            [(4, 1, "all", None), (2, 2, None, None), (2, 2, "all", None), (1, 4, None, None), (1, 4, "all", None)],
-        ),
-        ({"spatial": 2, "checkpoint": 1}, [(1, 2, "all", None)]),
-        ({"pipeline": 2}, [(1, 1, None, 4)]),
-        ({"pipeline": 2, "split_size": 1}, []),
-    ],
-)
-def test_what_takes_less_of_any_network(tried, smaller):
-    found = list_smaller(Candidate(**tried), 8)
-    assert [(each.data, each.spatial, each.checkpoint, each.split_size) for each in found] == smaller
-    assert {each.num_gpus for each in found} <= {Candidate(**tried).num_gpus}
+        take_candidate(config, KNOWN[2].candidate)
 
 
 def test_what_is_taken_is_what_is_done(configured):
     for candidate in (
-        *list_smaller(Candidate(data=2, recorded=True), 2),
+        Candidate(data=2, checkpoint="all"),
+        Candidate(spatial=2),
+        Candidate(spatial=2, checkpoint="tiled"),
         Candidate(pipeline=2, split_size=1, recorded=True),
     ):
         count = candidate.data * candidate.spatial
-        config = take_candidate(configured(), candidate, count)
+        config = take_candidate(configured(), candidate)
         found = build_candidate(config, config.mesh(count), 1)
         assert replace(found, kernels=candidate.kernels) == candidate
         assert config.mesh(count).is_open is False

@@ -201,7 +201,7 @@ def test_a_kind_without_memory_is_none(configured, task, monkeypatch):
 
     monkeypatch.setattr(measured_kernels, "time_steps", time_steps)
     config, task = configured("training.kernels=measured"), load_task(task)
-    config, mesh = resolve_mesh(config, task, CPU)
+    config, mesh = resolve_mesh(config, CPU)
     measured = measured_kernels.measure_kernels(config, mesh, task, CPU)
     assert measured.refused["torch"] == "its step was out of memory"
     assert measured.chosen == "compiled"
@@ -211,7 +211,7 @@ def measure_together(config_file):
     """Return what each of two processes takes, and whether the leader alone can run a step meanwhile."""
     config = load_config(config_file, ["training.kernels=measured", "parallel.data=2"])
     task = load_task(config.data.root)
-    config, mesh = resolve_mesh(config, task, CPU)
+    config, mesh = resolve_mesh(config, CPU)
     plain = config.model_copy(update={"training": config.training.model_copy(update={"kernels": "torch"})})
     alone = time_steps(plain, task, CPU, shares=True) if is_main_process() else 1.0
     asked = []

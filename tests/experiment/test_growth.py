@@ -9,9 +9,11 @@ from training_hooks import At, press_ctrl_c
 
 from tests.experiment.conftest import latest, write_config
 from volseg.errors import ConfigError
-from volseg.estimate.candidate import list_candidates, relieve
+from volseg.estimate.candidate import Candidate, Estimate, list_candidates, relieve
+from volseg.estimate.step_memory import MemoryUse
 from volseg.experiment import load_config, train
-from volseg.experiment.placement.plan_command import list_settings
+from volseg.experiment.placement import replanning
+from volseg.experiment.placement.alternatives import Answer, list_settings
 from volseg.experiment.placement.training_work import describe_freedom
 from volseg.monitoring.memory import FirstSteps
 from volseg.parallel import ModelParallel
@@ -74,8 +76,11 @@ def test_what_grows_may_be_computed_again_and_not_cut(configured, grown):
         configured(*GROWTH, *recomputed).with_mesh(configured("parallel.strategy=spatial").mesh(2))
 
 
-def test_a_growing_training_without_memory_goes_on_recomputed(configured):
+def test_a_growing_training_without_memory_goes_on_recomputed(configured, monkeypatch):
     config = configured(*GROWTH, "parallel.on_oom=replan")
+    memory = MemoryUse(used=0, reserved=2**30, outside=0, peak_in="backward")
+    known = Estimate(candidate=Candidate(checkpoint="all"), memory=memory, seconds=1.0)  # as of a GPU
+    monkeypatch.setattr(replanning, "_forecast", lambda *of, more_gpus: Answer(forecasts=(known,)))
 
     class Full(Hook):
         def on_batch_begin(self, training, batch):
@@ -87,7 +92,7 @@ def test_a_growing_training_without_memory_goes_on_recomputed(configured):
     assert len(outcome.history) == 4
     assert watch.seen[-3:] == [(3, (16, 16, 16))] * 3
     record = json.loads((config.folder / "replanned.json").read_text(encoding="utf-8"))
-    assert record["parallel"]["checkpoint"] == "all"
+    assert "parallel.checkpoint=all" in record["overrides"]
 
 
 def test_memory_is_read_on_patches_of_the_size_that_is_forecast(grown):

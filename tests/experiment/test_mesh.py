@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -19,7 +18,7 @@ from volseg.errors import ConfigError
 from volseg.experiment import load_config, predict, train, train_on, validate
 from volseg.experiment.building import build_training
 from volseg.experiment.cases import choose_cases
-from volseg.experiment.placement import mesh_resolution, placed_network
+from volseg.experiment.placement import placed_network
 from volseg.experiment.placement.mesh_resolution import CaseReading, join_processes, resolve_mesh
 from volseg.experiment.placement.placed_network import build_model, choose_device
 from volseg.parallel.devices import get_process_rank
@@ -48,7 +47,7 @@ def train_in_double(config_file, overrides):
     config = load_config(config_file, overrides)
     join_processes(config)
     device, chosen = choose_device(config), choose_cases(config)
-    config, mesh = resolve_mesh(config, chosen.task, device)
+    config, mesh = resolve_mesh(config, device)
     seed_everything(config.seed)
     model = build_model(config, chosen.task, device, mesh=mesh).double()
     reading = CaseReading(config, mesh)
@@ -110,30 +109,6 @@ def test_processes_train_as_one_in_float64(processes, overrides, config_file, tr
         torch.testing.assert_close(one["weights"], alone["weights"], rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(one["losses"], alone["losses"], rtol=1e-6, atol=1e-7)  # kept in float32
         assert one["scores"] == alone["scores"]
-
-
-def settle_on_devices_with_memory(config_file, overrides, full=()):
-    """Settle the mesh as on GPUs; in processes that are ``full`` a training step runs out of memory."""
-    config = load_config(config_file, overrides)
-    join_processes(config)
-    task, said = choose_cases(config).task, []
-    with ExitStack() as held:
-        held.enter_context(mock.patch.object(mesh_resolution, "_has_memory_of_its_own", return_value=True))
-        held.enter_context(
-            mock.patch.object(mesh_resolution.logger, "info", lambda form, text: said.append(form % text))
-        )
-        if get_process_rank() in full:
-            fault = torch.OutOfMemoryError("CUDA out of memory")
-            held.enter_context(mock.patch.object(mesh_resolution, "_rehearse", side_effect=fault))
-        seed_everything(1)
-        settled, mesh = resolve_mesh(config, task, torch.device("cpu"))
-        drawn = float(torch.rand(()))
-    return settled.parallel.data, settled.parallel.spatial, mesh.plan.data, said, drawn
-
-
-def test_a_slab_is_tried_where_replicas_do_not_use_all_processes(config_file):
-    leader, *_ = in_group(4, settle_on_devices_with_memory, config_file, [])
-    assert leader[:3] == (2, 2, 2)
 
 
 DETERMINISTIC = ("training.deterministic=true", "patch.batch=4", "training.epochs=1")
@@ -198,7 +173,7 @@ def build_where_measurements_differ(config_file):
     config = load_config(config_file, ["parallel.data=2"])
     join_processes(config)
     device, chosen = choose_device(config), choose_cases(config)
-    config, mesh = resolve_mesh(config, chosen.task, device)
+    config, mesh = resolve_mesh(config, device)
     layouts = [torch.contiguous_format, torch.channels_last_3d]
     with mock.patch.object(placed_network, "faster_layout", return_value=layouts[mesh.mesh.replica]):
         model = build_model(config, chosen.task, device, mesh=mesh)
@@ -208,28 +183,6 @@ def build_where_measurements_differ(config_file):
 def test_replicas_lie_alike_in_memory_whatever_each_measured(config_file):
     first, second = in_group(2, build_where_measurements_differ, config_file)
     assert first == second
-
-
-@pytest.mark.parametrize(
-    ("full", "mesh", "why"),
-    [
-        ((), (2, 1, 2), "2 replicas of the network, each step's batch of 2 dealt 1 + 1: a sample fits a GPU (parallel"),
-        ((0,), (1, 2, 1), "each step's batch of 2, every volume cut into 2 slabs: a GPU has no memory for a training"),
-        ((1,), (1, 2, 1), "each step's batch of 2, every volume cut into 2 slabs: a GPU has no memory for a training"),
-    ],
-)
-def test_samples_are_dealt_where_every_device_can_train_on_them_and_else_volumes_are_cut(config_file, full, mesh, why):
-    torch.manual_seed(1)
-    drawn = float(torch.rand(()))
-    leader, other = in_group(2, settle_on_devices_with_memory, config_file, [], full)
-    assert leader[:3] == other[:3] == mesh
-    (told,) = leader[3]
-    assert told.startswith(why)
-    assert other[3] == []
-    assert leader[4] == other[4] == drawn
-    if full == (1,):
-        asked, _ = in_group(2, settle_on_devices_with_memory, config_file, ["parallel.data=2"], full)
-        assert asked[:3] == (2, 1, 2), "what is asked for is not tried"
 
 
 def diverge(config_file, overrides):
@@ -268,10 +221,17 @@ def test_a_deterministic_run_keeps_how_it_was_shared(config_file, tmp_path):
     assert try_to_run(config_file, [*overrides, "training.epochs=2", "parallel.data=2"], True) is None
 
 
+def test_replicas_share_no_loss_that_mixes_the_samples_of_a_batch(configured):
+    config = configured("training.deterministic=true", "parallel.data=2", "losses=[{name: DiceLoss, batch: true}]")
+    with pytest.raises(ConfigError, match="DiceLoss is no mean over the samples of a batch"):
+        train(config)
+    assert not config.folder.exists()
+
+
 def read(config):
     """Prepare the cases."""
     chosen = choose_cases(config)
-    settled, mesh = resolve_mesh(config, chosen.task, torch.device("cpu"))
+    settled, mesh = resolve_mesh(config, torch.device("cpu"))
     reading = CaseReading(settled, mesh)
     prepared = reading.prepare(chosen)
     return {

@@ -9,16 +9,16 @@ from typer.testing import CliRunner
 
 import volseg
 from volseg.cli import app
-from volseg.errors import ConfigError, DataError, ParallelError
+from volseg.errors import ConfigError, ParallelError
 from volseg.estimate import PlanReport
 from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.report import VolumesReport
 from volseg.estimate.step_memory import MemoryUse
 from volseg.experiment import load_config, resolve_machine
 from volseg.experiment.placement import mesh_resolution
-from volseg.experiment.placement.alternatives import Answer, Gpus
+from volseg.experiment.placement.alternatives import Answer, Gpus, list_settings
 from volseg.experiment.placement.mesh_resolution import choose_by_estimate, choose_mesh
-from volseg.experiment.placement.plan_command import list_settings, plan_training
+from volseg.experiment.placement.plan_command import plan_training
 from volseg.workflow.components import LOSSES
 
 GIB = 2**30
@@ -239,11 +239,6 @@ def test_a_network_of_one_size_is_refused_as_its_training_would_be(vnet):
     assert plan_small(vnet, unetr, *sizes, "inference.window=[32, 32, 32]", kind="h200").forecasts[0].runs
 
 
-def test_an_unknown_data_set_is_asked_for(vnet):
-    with pytest.raises(DataError, match="--channels N --classes N"):
-        plan_training(load_config(vnet, ["data.root=mine"]), resolve_machine(kind="t4"))
-
-
 class LooksAtValues(torch.nn.Module):
     """A network that cannot be followed without values."""
 
@@ -311,7 +306,7 @@ def forecast(seconds, gib, **candidate):
     return Estimate(candidate=Candidate(**candidate), memory=memory, seconds=seconds)
 
 
-def test_the_processes_of_a_job_take_the_fastest_that_surely_fits():
+def test_the_processes_of_a_job_take_the_fastest_that_surely_fits_or_the_smallest():
     forecasts = [
         forecast(0.1, 4, pipeline=4, split_size=1),
         forecast(0.2, 20, data=4),
@@ -320,14 +315,22 @@ def test_the_processes_of_a_job_take_the_fastest_that_surely_fits():
         forecast(0.05, 5),
     ]
     assert choose_mesh(forecasts, 4, 16 * GIB)[0] == forecasts[2].candidate
-    assert choose_mesh(forecasts, 4, 3 * GIB)[0] is None, "then it is tried"
+    smallest, why = choose_mesh(forecasts, 4, 3 * GIB)
+    assert smallest == forecasts[3].candidate
+    assert why.endswith("takes the least memory, and may not fit (5.0 GiB of 3.0 GiB)")
+    assert choose_mesh(forecasts[:1], 4, 16 * GIB) == (None, "")
 
 
-@pytest.mark.parametrize(("gib", "chosen"), [(4, Candidate()), (20, None)])
-def test_where_nothing_surely_fits_a_step_is_tried_beside_what_cases_take(vnet, monkeypatch, gib, chosen):
-    answer = Answer(forecasts=(forecast(0.3, gib),), reserve=7)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(forecasts=(forecast(0.3, 4), forecast(0.2, 13, checkpoint=1)), reserve=3 * GIB),
+        Answer(problem="of values"),
+    ],
+)
+def test_a_mesh_is_chosen_beside_what_cases_take_or_left_to_the_config(vnet, monkeypatch, caplog, answer):
     monkeypatch.setattr(mesh_resolution, "run_plan", lambda config, gpus: answer)
     monkeypatch.setattr(Gpus, "find", lambda device, count: Gpus(name="NVIDIA H200", memory=16 * GIB, count=count))
-    told = choose_by_estimate(load_config(vnet), torch.device("cpu"))
-    assert (told.chosen, told.reserve) == (chosen, 7)
-    assert (told.memory is None) == (chosen is None)
+    chosen, _ = choose_by_estimate(load_config(vnet), torch.device("cpu"))
+    assert chosen == (None if answer.problem else Candidate())
+    assert ("(of values): samples are not cut unless" in caplog.text) == bool(answer.problem)

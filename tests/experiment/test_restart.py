@@ -370,7 +370,7 @@ def test_an_error_is_told_once_and_without_gloo(start, config_file):
 VERB = """
 import os, sys
 from volseg.cli import main
-sys.argv[1:] = ["compile-kernels"]
+sys.argv[1:] = ["predict-cases"]
 print(os.getpid(), flush=True)
 main()
 """

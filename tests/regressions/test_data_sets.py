@@ -50,9 +50,8 @@ from volseg.data.checks.reading import check_case, read_case
 from volseg.data.download import download
 from volseg.data.patches import PatchBatches
 from volseg.data.readers import SUFFIXES
-from volseg.errors import ConfigError, DataError, GridError, NonFiniteLossError, ReaderError
+from volseg.errors import DataError, GridError, NonFiniteLossError, ReaderError
 from volseg.experiment import load_config, train
-from volseg.experiment.prediction.sources import load_trained
 from volseg.planning.fingerprint import CaseSizes, Fingerprint, keep_fingerprint, load_fingerprint, take_fingerprint
 from volseg.planning.plan import plan
 from volseg.transforms import resampling
@@ -172,15 +171,6 @@ def test_a_key_that_holds_something_else_than_the_one_it_resembles_is_no_slip(ro
     declared = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
     (root / "dataset.json").write_text(json.dumps(declared | ODD_KEYS), encoding="utf-8")
     assert len(load_task(root).training) == 6
-
-
-def test_a_model_of_nnunet_1_is_named(tmp_path):
-    """It was said to have no fold_0 and to hold fold_0, in one sentence."""
-    (tmp_path / "fold_0").mkdir()
-    (tmp_path / "plans.pkl").touch()
-    (tmp_path / "fold_0" / "model_final_checkpoint.model").touch()
-    with pytest.raises(ConfigError, match=r"is a model folder of nnU-Net 1 .* predict with nnU-Net 1 itself"):
-        load_trained(tmp_path)
 
 
 def test_a_loss_that_is_no_number_is_first_a_matter_of_the_images():

@@ -6,7 +6,6 @@ import gzip
 import json
 import logging
 import math
-import os
 import re
 import shlex
 import shutil
@@ -41,7 +40,6 @@ from volseg.device import gpus
 from volseg.errors import CheckpointError, ConfigError, DataError
 from volseg.experiment import REGISTRIES, RunFolder, building, predict, search, train, training, validate, view
 from volseg.experiment.network_plan import NetworkPlan, load_facts
-from volseg.experiment.placement.compiled_kernels import _digest_sources
 from volseg.experiment.prediction.sources import load_trained
 from volseg.experiment.prediction.trained import open_run
 from volseg.models.networks import build_network
@@ -299,31 +297,6 @@ def test_a_forecast_counts_the_masks_of_the_first_stage(second):
     assert load_facts(second, channels=1, classes=3).task.num_inputs == 3
     absent = second.with_values(data={"root": Path("Task04_Hippocampus")})
     assert load_facts(absent).task.num_inputs == load_facts(second).task.num_inputs == 3
-
-
-def test_kernels_that_came_with_an_image_are_found_by_its_training(tmp_path, monkeypatch):
-    """The note beside them went by the times of volseg's files, of which an image's layers keep whole seconds.
-
-    An image that was pushed and pulled found no note of what was compiled into it, and its trainings compiled again
-    beside their reading.
-    """
-    source = tmp_path / "volseg" / "__init__.py"
-    other = source.parent / "device" / "few_taps.py"
-    other.parent.mkdir(parents=True)
-    for file in (source, other):
-        file.write_text("value = 1\n", encoding="utf-8")
-        os.utime(file, ns=(1, 1_700_000_000_123_456_789))
-    monkeypatch.setattr(volseg, "__file__", str(source))
-    built = _digest_sources()
-    os.utime(other, ns=(1, 1_700_000_000_000_000_000))
-    assert _digest_sources() == built
-    other.write_text("value = 2\n", encoding="utf-8")
-    os.utime(other, ns=(1, 1_700_000_000_000_000_000))
-    assert _digest_sources() != built, "an editable installation changes without a new version"
-    other.write_text("value = 1\n", encoding="utf-8")
-    assert _digest_sources() == built
-    other.rename(other.with_name("many_taps.py"))
-    assert _digest_sources() != built
 
 
 # What a recording holds by its address stays there when another step of the network is recorded.

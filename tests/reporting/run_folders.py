@@ -53,8 +53,7 @@ def make_run(folder, *, cases=12, epochs=20, seed=0, names=(SCRIPT,), overlays=T
         ),
     )
     device = {"device": "cuda:0", "used": 2**30, "reserved": 2**31, "process": 0}
-    forecast = {"used": 2**30, "reserved": 2**31 + 2**29}
-    put(folder / "memory.json", {"measured": [{"steps": 8, "devices": [device]}], "forecast": forecast})
+    put(folder / "memory.json", {"measured": [{"steps": 8, "devices": [device]}]})
     published = [
         {
             "method": "nnU-Net <3d>",

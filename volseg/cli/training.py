@@ -311,10 +311,4 @@ def compile_(
 
     loaded = experiment.load_config(config, overrides or ())
     compiled = experiment.compile_beforehand(loaded, find_kind(gpu), channels=channels, classes=classes)
-    show(f"{compiled.kernels} kernels of {loaded.name} are compiled for {find_kind(gpu).name}")
-
-
-@training_app.command(hidden=True)
-def compile_kernels(components: Components = None) -> None:
-    """Compile the kernels of the training that started this process, while the training reads its cases."""
-    experiment.serve_kernels()
+    show(f"{compiled} kernels of {loaded.name} are compiled for {find_kind(gpu).name}")

@@ -141,9 +141,7 @@ class ParallelConfig(ConfigModel):
         return self
 
 
-def plan_mesh(
-    parallel: ParallelConfig, num_processes: int, *, batch_size: int, fixed_order: bool, fits: bool = True
-) -> MeshPlan:
+def plan_mesh(parallel: ParallelConfig, num_processes: int, *, batch_size: int, fixed_order: bool) -> MeshPlan:
     """Return the mesh of a training on ``num_processes``.
 
     Parameters
@@ -157,8 +155,6 @@ def plan_mesh(
     fixed_order : bool
         Whether every sum has a fixed order (``training.deterministic``); then fewer processes can compute the same
         bits.
-    fits : bool
-        Whether a GPU can train on whole samples; otherwise volumes are cut, if the config leaves the choice open.
 
     Raises
     ------
@@ -170,7 +166,7 @@ def plan_mesh(
             f"{num_processes} processes were started, which need one device each (leave out parallel.devices, or 1), "
             f"got {parallel.devices}; what a process has several devices for is parallel.pipeline"
         )
-    data, spatial, is_open = _fill(parallel, num_processes, batch_size, fits)
+    data, spatial, is_open = _fill(parallel, num_processes, batch_size)
     if data > 1 and parallel.model_strategy == "auto":
         raise ConfigError(
             "parallel.strategy: auto chooses for a model of one process, and parallel.data has several; leave out "
@@ -256,7 +252,7 @@ def _describe(parallel: ParallelConfig) -> str:
     return f"data: {parallel.data}, spatial: {parallel.spatial}, pipeline: {parallel.pipeline}"
 
 
-def _fill(parallel: ParallelConfig, num_processes: int, batch_size: int, fits: bool) -> tuple[int, int, bool]:
+def _fill(parallel: ParallelConfig, num_processes: int, batch_size: int) -> tuple[int, int, bool]:
     """Return the numbers of replicas and slabs, and whether the choice between the two was open."""
     data, spatial = parallel.data, parallel.spatial
     if num_processes == 1 or (data is not None and spatial is not None):
@@ -266,8 +262,7 @@ def _fill(parallel: ParallelConfig, num_processes: int, batch_size: int, fits: b
             return num_processes, 1, False
         if parallel.model_strategy in ("spatial", "auto"):
             return 1, num_processes, False
-        most = max(count for count in range(1, num_processes + 1) if num_processes % count == 0 and count <= batch_size)
-        data = most if fits else 1
+        data = max(count for count in range(1, num_processes + 1) if num_processes % count == 0 and count <= batch_size)
         return data, num_processes // data, True
     given, filled = ("data", data) if data is not None else ("spatial", spatial)
     assert filled is not None

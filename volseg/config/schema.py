@@ -195,10 +195,10 @@ class ExperimentConfig(ConfigModel):
             self.parallel, num_gpus, visible, batch_size=self.patch.batch, fixed_order=fixed_order
         )
 
-    def mesh(self, num_processes: int, *, fits: bool = True) -> MeshPlan:
+    def mesh(self, num_processes: int) -> MeshPlan:
         """Return the mesh of a training on ``num_processes``; see `plan_mesh`."""
         fixed_order = self.training.deterministic
-        return plan_mesh(self.parallel, num_processes, batch_size=self.patch.batch, fixed_order=fixed_order, fits=fits)
+        return plan_mesh(self.parallel, num_processes, batch_size=self.patch.batch, fixed_order=fixed_order)
 
     def with_mesh(self, plan: MeshPlan) -> "ExperimentConfig":
         """Return the config with the numbers of replicas and slabs of a plan.

@@ -16,7 +16,7 @@ construction, it uses the cache entry that a launch on such a GPU uses. Triton c
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib import import_module
@@ -105,11 +105,6 @@ def can_compile() -> bool:
     return INSTALLED and hasattr(import_module("triton.runtime.jit"), "JITFunction") and not interprets
 
 
-def starts_by_compiler() -> bool:
-    """Return whether Triton has the C compiler build each kernel's launcher, which needs the driver's library."""
-    return hasattr(import_module("triton.backends.nvidia.driver"), "make_launcher")
-
-
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """Result of compiling a specialization."""
@@ -168,15 +163,6 @@ class Compiling:
         wanted = Specialization.of(call)
         if wanted.key not in self._asked:
             self._asked[wanted.key] = self._pool.submit(_compile, wanted)
-
-    @property
-    def num_asked(self) -> int:
-        """Number of requested specializations."""
-        return len(self._asked)
-
-    def wait(self, count: int) -> None:
-        """Wait until the first ``count`` requested specializations are compiled, or have failed."""
-        wait(list(self._asked.values())[:count])
 
     @property
     def compiled(self) -> list[Compiled]:

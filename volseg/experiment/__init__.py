@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from volseg.experiment.cross_validation import cross_validate, format_cross_validation
     from volseg.experiment.launching import count_workers, train_on
     from volseg.experiment.own_components import REGISTRIES, list_components, load_components, register
-    from volseg.experiment.placement.compiled_kernels import compile_beforehand, serve_kernels
+    from volseg.experiment.placement.compiled_kernels import compile_beforehand
     from volseg.experiment.placement.plan_command import (
         calibrate_words,
         plan_training,
@@ -47,7 +47,7 @@ _MODULES = {
     "checkpointing.compatible": "load_finished_report",
     "checkpointing.folder": "RunFolder",
     "config.loading": "load_config",
-    "experiment.placement.compiled_kernels": "compile_beforehand serve_kernels",
+    "experiment.placement.compiled_kernels": "compile_beforehand",
     "experiment.configuring": "configure format_plan is_data_set plan_run",
     "experiment.cross_validation": "cross_validate format_cross_validation",
     "experiment.prediction.exporting": "export",

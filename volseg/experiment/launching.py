@@ -171,7 +171,8 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
         return [], num_gpus
     # These modules import what trains; so does tracing.
     from volseg.estimate.candidate import name_candidate
-    from volseg.experiment.placement.plan_command import list_settings, plan_training, resolve_machine
+    from volseg.experiment.placement.alternatives import list_settings
+    from volseg.experiment.placement.plan_command import plan_training, resolve_machine
 
     # In this process, which has imported all modules. Forks query CUDA and trace steps: this process lives as long as
     # the training, and would hold memory of a GPU.

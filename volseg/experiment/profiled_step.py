@@ -100,7 +100,7 @@ def build_profiled(config: ExperimentConfig, facts: DataFacts, steps: int) -> Bu
     device = choose_device(config)
     length = (WARM_UP + 2 * steps + NOTED) * config.training.accumulate
     config = config.with_values(training={"epochs": 1, "iterations": length})
-    config, mesh = resolve_mesh(config, facts.task, device)
+    config, mesh = resolve_mesh(config, device)
     seed_everything(config.seed)
     model = build_model(config, facts.task, device, mesh=mesh)
     reading = CaseReading(config, mesh, facts.spacing)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from volseg.experiment.building import build_hooks, build_objective, build_train
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.placement.alternatives import build_candidate, explaining_memory, free_memory
-from volseg.experiment.placement.compiled_kernels import compile_for_training
 from volseg.experiment.placement.measured_kernels import KERNELS, resolve_kernels
 from volseg.experiment.placement.mesh_resolution import CaseReading, TrainingMesh, join_processes, resolve_mesh
 from volseg.experiment.placement.placed_network import build_model, choose_device, count_devices, require_room
@@ -39,7 +38,6 @@ from volseg.monitoring.spot_notices import heeding_spot_notices
 from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.training_log import TrainingLog, list_final
 from volseg.parallel.devices import count_restarts, is_main_process
-from volseg.parallel.processes.group import gather_over_processes
 from volseg.parallel.processes.progress import report_progress
 from volseg.reporting.reading import TOLD
 from volseg.workflow.hooks import Checkpoints, ForgetOldSizes, Hook, Patience
@@ -139,8 +137,6 @@ class _Run:
     def __init__(self, job: JobFolder, resume: bool, replanning: Replanning, signs: Heartbeat, held: ExitStack) -> None:
         self.job, self.resume, self.replanning, self.signs, self.held = job, resume, replanning, signs, held
         self.device = choose_device(job.config)
-        self.prepared: PreparedCases | None = None
-        """The cases, until the batches are made."""
         self.files: dict[str, Any] = {}
         """JSON files of the run folder with the settings of the computation."""
 
@@ -150,7 +146,7 @@ class _Run:
         self._choose_cases()
         self.plan = job.folder.plan() if self.resume else plan_network(given, self.chosen.task)
         config = self.replanning.settle(job, self.plan.complete(given), self.resume)
-        config, mesh = resolve_mesh(config, self.chosen.task, self.device)
+        config, mesh = resolve_mesh(config, self.device)
         self._note_candidate(config, mesh)
         job.keep_mesh(config)
         seed_everything(config.seed)
@@ -161,10 +157,9 @@ class _Run:
         is_new = not self.resume and config.training.start_from is not None
         start = Start(config, self.chosen) if is_new else None
         self.reading = CaseReading(config, mesh, self.plan.spacing)
-        self._compile_and_prepare(given)
         config = self._settle_kernels(config, mesh)
         self.model = build_model(config, self.chosen.task, self.device, mesh=mesh, begin=start)
-        batches = self._make_batches(config, mesh)
+        batches = self._make_batches(config)
         self._build_training(config, batches, loggers, hooks)
         self._describe(config, start)
 
@@ -185,21 +180,6 @@ class _Run:
     def _note_candidate(self, config: ExperimentConfig, mesh: TrainingMesh) -> None:
         self.replanning.tried = build_candidate(config, mesh.plan, count_devices(config, self.device))
 
-    def _prepare(self) -> None:
-        with self.signs.span("preparing"):
-            self.prepared = self.reading.prepare(self.chosen)
-
-    def _compile_and_prepare(self, given: ExperimentConfig) -> None:
-        """Read the cases while a worker compiles kernels, if there is one: the network runs once, with them."""
-        assert self.replanning.tried is not None
-        compiling = self.held.enter_context(closing(compile_for_training(given, self.replanning.tried, self.device)))
-        if not gather_over_processes(["compiling"] if compiling.is_compiling else []):
-            return
-        self._prepare()
-        with self.signs.span("compiling"):
-            compiling.wait()
-            gather_over_processes([])  # a process with a worker waits for its worker, and the others for the process
-
     def _settle_kernels(self, config: ExperimentConfig, mesh: TrainingMesh) -> ExperimentConfig:
         """Return the config with the kernels to train with, measured if necessary."""
         folder, task = self.job.folder, self.chosen.task
@@ -211,18 +191,16 @@ class _Run:
             self.files[KERNELS] = asdict(measured)
         return config
 
-    def _make_batches(self, config: ExperimentConfig, mesh: TrainingMesh) -> EpochBatches:
+    def _make_batches(self, config: ExperimentConfig) -> EpochBatches:
         """Return the batches. On a GPU they copy the training cases, which no other object holds afterwards."""
-        if self.prepared is None:
-            self._prepare()
-        prepared, self.prepared = self.prepared, None
-        assert prepared is not None
+        with self.signs.span("preparing"):
+            prepared = self.reading.prepare(self.chosen)
         meter = GpuMeter()
         before = meter.count()
         batches = self.reading.make_batches(prepared, self.chosen.task, self.model, self.device)
         beside, first = meter.count() - before, config.patch.first_whole(config.training.epochs)
         write = partial(self.job.write_json, MEMORY)
-        self.memory = FirstSteps(meter, mesh.estimate, beside=beside, write=write, first_epoch=first)
+        self.memory = FirstSteps(meter, beside=beside, write=write, first_epoch=first)
         self.held_out = replace(prepared, training=())
         if self.resume:
             compatible.require_same_cases(self.job.folder, prepared.fingerprints)

@@ -1,11 +1,8 @@
-"""Other ways to run a training, asked of ``volseg plan``, as settings of its config, and what is out of memory.
-
-Without estimates, `list_smaller` gives the ways that need less memory, by the known effect of each setting on any
-network.
-"""
+"""Other ways to run a training, asked of ``volseg plan``, as settings of its config, and what is out of memory."""
 
 import gc
 import json
+import math
 import os
 import re
 import subprocess
@@ -20,7 +17,7 @@ import torch
 
 from volseg.commands import run_module
 from volseg.config.base import validated
-from volseg.config.loading import dump_config
+from volseg.config.loading import dump_config, override
 from volseg.config.parallel import MeshPlan
 from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError, OutOfMemoryError, VolsegError
@@ -31,6 +28,9 @@ from volseg.experiment.placement.placed_network import choose_device
 from volseg.launched import OF_JOB, OWN_LAUNCHER
 from volseg.memory import total_bytes
 from volseg.parallel.devices import uses_gpus
+
+PLACED = ("data", "spatial", "pipeline", "strategy", "devices", "split_size", "checkpoint")
+"""Keys of ``parallel`` that a candidate decides."""
 
 CLEARLY_LESS = 0.97
 """Factor of the failed candidate's tensor bytes; estimates above it count as no smaller."""
@@ -64,33 +64,38 @@ def build_candidate(config: ExperimentConfig, plan: MeshPlan, num_devices: int) 
     )
 
 
-def take_candidate(config: ExperimentConfig, candidate: Candidate, num_processes: int) -> ExperimentConfig:
-    """Return the config with which ``num_processes`` run the candidate.
+def list_settings(candidate: Candidate) -> list[str]:
+    """Return the config overrides that select a candidate."""
+    mesh = {"data": candidate.data, "spatial": candidate.spatial, "pipeline": candidate.pipeline}
+    settings = [f"parallel.{name}={count}" for name, count in mesh.items() if count > 1]
+    if candidate.split_size is not None:
+        settings.append(f"parallel.split_size={candidate.split_size}")
+    if candidate.checkpoint is not None:
+        # Recomputation is part of the strategy that cuts, even without a cut.
+        settings += ["parallel.strategy=spatial"] if candidate.spatial == 1 else []
+        whole = "parallel.devices=1" if candidate.num_gpus == 1 else "parallel.spatial=1"
+        settings += [whole] if candidate.spatial == 1 else []
+        settings.append(f"parallel.checkpoint={candidate.checkpoint}")
+    return settings
+
+
+def take_candidate(config: ExperimentConfig, candidate: Candidate) -> ExperimentConfig:
+    """Return the config that runs the candidate.
 
     Raises
     ------
     ConfigError
         If its other values do not fit the candidate.
     """
-    recomputes_alone = candidate.checkpoint is not None and candidate.spatial == candidate.pipeline == 1
-    is_alone = candidate.data * candidate.spatial == 1
-    parallel = {
-        **config.parallel.model_dump(),
-        "data": None if is_alone else candidate.data,
-        "spatial": None if is_alone or candidate.pipeline > 1 else candidate.spatial,
-        "pipeline": candidate.pipeline if candidate.pipeline > 1 else None,
-        "split_size": candidate.split_size,
-        # Recomputation is part of the strategy that cuts, on one device too.
-        "strategy": "spatial" if recomputes_alone else "none",
-        "devices": 1 if recomputes_alone and num_processes == 1 else None,
-        "checkpoint": candidate.checkpoint,
-    }
+    values = config.model_dump()
+    values["parallel"] = {name: value for name, value in values["parallel"].items() if name not in PLACED}
+    for setting in list_settings(candidate):
+        values = override(values, setting)
     training = config.training.model_dump()
     if training["kernels"] == "fast" and candidate.kernels == "torch":
         training["kernels"] = "torch"
     training["record"] = training["record"] and candidate.recorded
-    source = "what takes less memory"
-    return validated(ExperimentConfig, {**config.model_dump(), "parallel": parallel, "training": training}, source)
+    return validated(ExperimentConfig, {**values, "training": training}, "what takes less memory")
 
 
 def list_overrides(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
@@ -100,7 +105,7 @@ def list_overrides(before: ExperimentConfig, after: ExperimentConfig) -> list[st
     >>> config = ExperimentConfig(
     ...     name="a", data=DataConfig(root="x"), patch=PatchConfig(size=(8, 8, 8)),
     ...     network={"name": "VNet"}, optimizer={"name": "SGD", "lr": 0.1})
-    >>> list_overrides(config, take_candidate(config, Candidate(checkpoint="all", kernels="fast"), 1))
+    >>> list_overrides(config, take_candidate(config, Candidate(checkpoint="all", kernels="fast")))
     ['parallel.strategy=spatial', 'parallel.devices=1', 'parallel.checkpoint=all', 'training.record=false']
     """
     one, other = before.model_dump(mode="json"), after.model_dump(mode="json")
@@ -116,49 +121,22 @@ def _as_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
-def list_smaller(tried: Candidate, batch_size: int) -> list[Candidate]:
-    """Return candidates that take less memory on as many devices for any network, the simplest first.
-
-    They have fewer replicas that are cut more, and each mesh also with recomputed activations. A pipeline is cut by
-    layers, whose sizes depend on the network: for it, only smaller micro-batches are known to take less.
-
-    Examples
-    --------
-    >>> [(each.data, each.spatial, each.checkpoint) for each in list_smaller(Candidate(data=2), 2)]
-    [(2, 1, 'all'), (1, 2, None), (1, 2, 'all')]
-    """
-    if tried.pipeline > 1:
-        smaller = (tried.split_size or -(-batch_size // tried.data)) // 2
-        return [replace(tried, split_size=smaller)] if smaller else []
-    return list(_list_cuts(tried))
-
-
-def _list_cuts(tried: Candidate) -> Iterator[Candidate]:
-    devices = tried.data * tried.spatial
-    for data in range(tried.data, 0, -1):
-        if devices % data:
-            continue
-        mesh = replace(tried, data=data, spatial=devices // data, kernels="fast")
-        if data < tried.data:
-            yield mesh
-        if mesh.checkpoint != "tiled":
-            yield replace(mesh, checkpoint="tiled" if mesh.checkpoint == "all" else "all")
-
-
 def rank_smaller(tried: Candidate, forecasts: Sequence[Estimate]) -> list[Estimate]:
-    """Return the estimates that run and need clearly less memory than ``tried``, fastest first."""
+    """Return the estimates that need clearly less memory than ``tried``.
+
+    Those that run come alone, fastest first; if none runs, the others, smallest first.
+    """
     failed = get_estimate(tried, forecasts)
     # Compare the bytes of tensors: torch has emptied its cache before it failed.
-    most = None if failed is None or failed.memory is None else CLEARLY_LESS * failed.memory.used
-    fitting = [
-        each
+    most = math.inf if failed is None or failed.memory is None else CLEARLY_LESS * failed.memory.used
+    smaller = [
+        (each, each.memory.total)
         for each in forecasts
-        if each.runs
-        and each.memory is not None
-        and not _is_same(each.candidate, tried)
-        and (most is None or each.memory.used <= most)
+        if each.memory is not None and not _is_same(each.candidate, tried) and each.memory.used <= most
     ]
-    return sorted(fitting, key=lambda each: (each.candidate.num_gpus != tried.num_gpus, each.seconds or 0.0))
+    if fitting := [each for each, _ in smaller if each.runs]:
+        return sorted(fitting, key=lambda each: (each.candidate.num_gpus != tried.num_gpus, each.seconds or 0.0))
+    return [each for each, _ in sorted(smaller, key=lambda each: each[1])]
 
 
 def get_estimate(candidate: Candidate, forecasts: Sequence[Estimate]) -> Estimate | None:
@@ -184,9 +162,8 @@ def list_lines(config: ExperimentConfig, forecasts: Sequence[Estimate], num_proc
     """Return a line to paste for each estimate, with its numbers; skip those that the config does not allow."""
     lines = []
     for forecast in forecasts:
-        count = forecast.candidate.data * forecast.candidate.spatial
         try:
-            overrides = list_overrides(config, take_candidate(config, forecast.candidate, count))
+            overrides = list_overrides(config, take_candidate(config, forecast.candidate))
         except ConfigError:  # for example, kernels that the config names
             continue
         gpus = f"--gpus {forecast.candidate.num_gpus} " if forecast.candidate.num_gpus != num_processes else ""

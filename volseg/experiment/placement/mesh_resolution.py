@@ -1,8 +1,7 @@
 """Resolve the mesh of a training, before its model is built: which processes compute which rows and slabs.
 
-If the config does not say whether samples are dealt to replicas or cut, the estimate of a training step decides. If
-nothing fits for certain, or a network cannot be traced, a training pass on each GPU decides. It runs beside as many
-allocated bytes as the cases and prefetched batches will take there.
+If the config does not say whether samples are dealt to replicas or cut, the estimate of a training step decides. If a
+network cannot be traced, replicas share the batch.
 """
 
 import logging
@@ -15,33 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from volseg.config.parallel import MeshPlan, ParallelConfig
+from volseg.config.parallel import MeshPlan
 from volseg.config.schema import ExperimentConfig
 from volseg.data.augmented import EpochBatches
 from volseg.data.case_store.preparing import PreparedCases
 from volseg.data.case_store.reading_group import ALONE, Readers, meet_readers
 from volseg.data.cases import Task
-from volseg.estimate.candidate import Candidate, Estimate
+from volseg.estimate.candidate import Candidate, Estimate, name_candidate
 from volseg.estimate.search import SURE, choose
-from volseg.estimate.step_memory import MemoryUse
-from volseg.experiment.building import (
-    build_batches,
-    build_objective,
-    build_predictor,
-    build_step,
-    build_validation,
-    draw_batch,
-    preprocessing_of,
-)
+from volseg.experiment.building import build_batches, build_predictor, build_validation, preprocessing_of
 from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
-from volseg.experiment.placement.alternatives import Gpus, get_estimate, is_out_of_memory, run_plan, take_candidate
-from volseg.experiment.placement.placed_network import build_model, build_plain_network
-from volseg.experiment.rehearsing import rehearse_losses, rehearse_network
+from volseg.experiment.placement.alternatives import Gpus, run_plan, take_candidate
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
-from volseg.parallel.processes.group import decide_together, largest_over_processes, make_group, start_group
+from volseg.parallel.processes.group import decide_together, make_group, start_group
 from volseg.parallel.replicas import Mesh, Replicas, join_mesh
 from volseg.parallel.spatial.plan.shards import spans
-from volseg.parallel.state.random import own_random_numbers
 from volseg.workflow.distributed import (
     FollowedModel,
     GroupBatches,
@@ -49,12 +36,8 @@ from volseg.workflow.distributed import (
     SpreadValidation,
     is_cut_over_processes,
 )
-from volseg.workflow.schedules import WeightAverage
 
 logger = logging.getLogger(__name__)
-
-HALO = 8
-"""Planes on each side of a trial slab: the halo that convolutions need from its neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +52,6 @@ class TrainingMesh:
     """Processes that read cases: the first process of each replica, which sends slabs to the replica's others."""
     judges: dist.ProcessGroup | None = None
     """Gloo group of the processes that read and so validate; None for one process, and in the others."""
-    estimate: MemoryUse | None = None
-    """Memory of a step in the plan that chose the mesh, on the leader; None without a plan."""
 
     @property
     def reads(self) -> bool:
@@ -85,7 +66,7 @@ class TrainingMesh:
         return [dealt[replica] for replica in self.replicas.own]
 
 
-def describe_mesh(plan: MeshPlan, config: ExperimentConfig, reason: str | None = None) -> str:
+def describe_mesh(plan: MeshPlan, config: ExperimentConfig, reason: str = "") -> str:
     """Return a sentence that describes the devices' shares of each step's batch."""
     batch, batches = config.patch.batch, config.training.accumulate
     parts = [f"each step's batch of {batch}"]
@@ -117,31 +98,15 @@ def join_processes(config: ExperimentConfig) -> None:
         start_group(config.parallel.timeout, on_cpu=config.device == "cpu")
 
 
-def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> tuple[ExperimentConfig, TrainingMesh]:
-    """Return the config with its mesh resolved, and the mesh; every process calls this function.
-
-    Raises
-    ------
-    ConfigError
-        If replicas would share a batch whose loss is no mean over its samples.
-    """
+def resolve_mesh(config: ExperimentConfig, device: torch.device) -> tuple[ExperimentConfig, TrainingMesh]:
+    """Return the config with its mesh resolved, and the mesh; every process calls this function."""
     count = count_processes()
-    plan, reason, forecast = config.mesh(count), None, Forecast()
+    plan, reason = config.mesh(count), ""
     is_auto = config.parallel.strategy == "auto" and config.parallel.num_gpus == 1
     if count > 1 and (is_auto or plan.is_open):
-        forecast = choose_by_estimate(config, device)
-    if forecast.chosen is not None:
-        config, reason = take_candidate(config, forecast.chosen, count), forecast.why
+        chosen, reason = choose_by_estimate(config, device)
+        config = config if chosen is None else take_candidate(config, chosen)
         plan = config.mesh(count)
-    elif plan.is_open and plan.data > 1 and _has_memory_of_its_own(device):
-        reason = "a sample fits a GPU (parallel.spatial: N cuts it)"
-        if not _can_train(config, plan, task, device, forecast.reserve):
-            plan = config.mesh(count, fits=False)
-            reason = "a GPU has no memory for a training step on its whole samples"
-    if plan.data > 1:
-        with own_random_numbers([]):
-            made = rehearse_network(build_plain_network(config, task), config, task)
-        rehearse_losses(build_objective(config, task), made, task.num_inputs, is_shared=True)
     settled = config.with_mesh(plan) if count > 1 else config
     settled.mesh(count)  # the resolved mesh may not fit other settings
     if is_main_process() and plan.data * plan.spatial * plan.pipeline > 1:
@@ -153,80 +118,18 @@ def resolve_mesh(config: ExperimentConfig, task: Task, device: torch.device) -> 
         readers = meet_readers(make_group(backend="gloo"), reads=mesh.shard == 0)
         judges = make_group(list(range(0, count, mesh.spatial)), "gloo") if mesh.data > 1 else None
     return settled, TrainingMesh(
-        plan=plan,
-        mesh=mesh,
-        replicas=replicas,
-        readers=readers,
-        judges=judges if mesh.shard == 0 else None,
-        estimate=forecast.memory,
+        plan=plan, mesh=mesh, replicas=replicas, readers=readers, judges=judges if mesh.shard == 0 else None
     )
-
-
-def _has_memory_of_its_own(device: torch.device) -> bool:
-    return device.type != "cpu"
-
-
-def _can_train(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device, beside: int) -> bool:
-    """Return whether every process has the memory for a training step on its own part of a batch: each tries one.
-
-    The step runs beside ``beside`` allocated bytes.
-    """
-    fits = True
-    try:
-        with own_random_numbers([device]):
-            held = torch.empty(beside, dtype=torch.uint8, device=device)
-            _rehearse(config, plan, task, device)
-            del held
-    except RuntimeError as fault:  # from torch, cuDNN or Triton
-        if not is_out_of_memory(fault):
-            raise
-        fits = False
-    torch.cuda.empty_cache()
-    return not largest_over_processes(int(not fits), device)
-
-
-def _rehearse(config: ExperimentConfig, plan: MeshPlan, task: Task, device: torch.device) -> None:
-    """Run a training step on random voxels with a temporary network.
-
-    Of a cut volume, one slab with its halo is taken, in this process only: a process that runs out of memory must not
-    leave others waiting.
-    """
-    rows = -(-config.patch.batch // plan.data)
-    depth, *others = config.patch.size
-    sides = (depth if plan.spatial == 1 else min(depth, -(-depth // plan.spatial) + 2 * HALO), *others)
-    config = config.with_values(patch={"batch": rows, "size": sides}).model_copy(update={"parallel": ParallelConfig()})
-    network = build_model(config, task, device)
-    step = build_step(config, task, network, record=False)
-    average = WeightAverage(network, config.training.ema) if config.training.ema else None
-    network.train()
-    step(draw_batch(task, rows, sides, device), gathered=1, completes=True)
-    if average is not None:
-        average.update()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # Choose replicas and slabs for the processes of a job, by estimates.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Forecast:
-    """Answer of `volseg plan` about the mesh of a job; the same in all processes, except for ``memory``."""
-
-    chosen: Candidate | None = None
-    """None if nothing fits for certain, or the training cannot be estimated."""
-    why: str | None = None
-    reserve: int = 0
-    """Bytes of a GPU for cases and prefetched batches."""
-    memory: MemoryUse | None = None
-    """Memory of the chosen candidate's training steps, on the leader."""
-
-
-def choose_by_estimate(config: ExperimentConfig, device: torch.device) -> Forecast:
-    """Return the fastest estimate on this job's processes, and the reason.
+def choose_by_estimate(config: ExperimentConfig, device: torch.device) -> tuple[Candidate | None, str]:
+    """Return the fastest candidate on this job's processes, and the reason.
 
     Every process calls this function and gets the leader's choice. Each process has one GPU, so that a pipeline is no
-    candidate. On a CPU, where memory is uncertain, and without estimates, nothing is chosen; then the step is tried.
+    candidate. On a CPU, where memory is uncertain, and without estimates, nothing is chosen.
 
     Parameters
     ----------
@@ -237,29 +140,25 @@ def choose_by_estimate(config: ExperimentConfig, device: torch.device) -> Foreca
     """
     gpus = Gpus.find(device, count_processes())
     if gpus is None:  # the same in all processes of a job
-        return Forecast()
-    forecasts: list[Estimate] = []
+        return None, ""
 
     def decide() -> Mapping[str, Any]:
         # A pipeline is no candidate, and its micro-batches take long to trace.
         answer = run_plan(config.with_values(parallel={"pipeline": 1}), gpus)
-        forecasts.extend(answer.forecasts)
         if answer.problem:
-            logger.info("no estimate of a training step (%s): each GPU tries one", answer.problem)
+            logger.warning(
+                "no estimate of a training step (%s): samples are not cut unless parallel.spatial: N says so",
+                answer.problem,
+            )
         chosen, why = choose_mesh(answer.forecasts, gpus.count, int(SURE * gpus.memory) - answer.reserve)
-        return {"chosen": chosen and vars(chosen), "why": why, "reserve": answer.reserve}
+        return {"chosen": chosen and vars(chosen), "why": why}
 
     told = decide_together(decide)
-    if told["chosen"] is None:
-        return Forecast(reserve=told["reserve"])
-    chosen = Candidate(**told["chosen"])
-    known = get_estimate(chosen, forecasts)
-    memory = None if known is None or known.memory is None else known.memory.of_steps()
-    return Forecast(chosen=chosen, why=told["why"], reserve=told["reserve"], memory=memory)
+    return told["chosen"] and Candidate(**told["chosen"]), told["why"]
 
 
 def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int) -> tuple[Candidate | None, str]:
-    """Return the fastest candidate with one process per GPU that surely fits, and the reason.
+    """Return the fastest candidate with one process per GPU that surely fits, else the smallest, and the reason.
 
     Parameters
     ----------
@@ -271,15 +170,18 @@ def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int
         Bytes of a GPU that the candidate may take.
     """
     suited = [
-        each
+        (each.memory.total, each)
         for each in forecasts
-        if each.candidate.num_gpus == num_processes
-        and each.candidate.pipeline == 1
-        and each.memory is not None
-        and each.memory.total <= capacity
+        if each.candidate.num_gpus == num_processes and each.candidate.pipeline == 1 and each.memory is not None
     ]
-    chosen, why = choose(suited)
-    return (None if chosen is None else chosen.candidate), why
+    if not suited:
+        return None, ""
+    if fitting := [each for size, each in suited if size <= capacity]:
+        chosen, why = choose(fitting)
+        return (None if chosen is None else chosen.candidate), why
+    size, smallest = min(suited, key=lambda each: each[0])
+    takes = f"{size / 2**30:.1f} GiB of {capacity / 2**30:.1f} GiB"
+    return smallest.candidate, f"{name_candidate(smallest.candidate)} takes the least memory, and may not fit ({takes})"
 
 
 # Read the cases of a training: one of the processes that share a volume reads, the others receive slabs.

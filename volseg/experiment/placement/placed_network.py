@@ -78,7 +78,7 @@ def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
 
 
 def build_trainable_network(
-    config: ExperimentConfig, task: Task, begin: Callable[[FitGrid], object] | None = None
+    config: ExperimentConfig, task: Task, begin: Callable[[FitGrid], object] | None = None, *, is_shared: bool = False
 ) -> FitGrid:
     """Return the network to train, on the CPU: it and its losses have run once, and its frozen parts are frozen.
 
@@ -90,16 +90,19 @@ def build_trainable_network(
         Channels and classes.
     begin : callable, optional
         Initialises the network's weights.
+    is_shared : bool
+        Whether replicas share a batch.
 
     Raises
     ------
     ConfigError
-        If the network does not run on the patch, or a loss does not accept its outputs.
+        If the network does not run on the patch, or a loss does not accept its outputs, or is no mean over the samples
+        of a batch that replicas share.
     """
     network = build_plain_network(config, task)
     require_window(network, config)
     made = rehearse_network(network, config, task)
-    rehearse_losses(build_objective(config, task), made, task.num_inputs)
+    rehearse_losses(build_objective(config, task), made, task.num_inputs, is_shared=is_shared)
     if begin is not None:
         begin(network)
     freeze_parts(network, config.training.frozen)
@@ -165,7 +168,8 @@ def build_model(
     """
     require_room(config, task, trains=trains)
     if trains:
-        network = build_trainable_network(config, task, begin)
+        is_shared = mesh is not None and mesh.replicas is not None
+        network = build_trainable_network(config, task, begin, is_shared=is_shared)
     else:
         network = build_plain_network(config, task)
         require_window(network, config)

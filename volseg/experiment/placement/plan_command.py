@@ -20,6 +20,7 @@ from volseg.estimate.report import LargestRow, VolumesReport
 from volseg.estimate.search import GIB
 from volseg.experiment.building import check_components
 from volseg.experiment.network_plan import load_facts
+from volseg.experiment.placement.alternatives import list_settings
 from volseg.experiment.placement.training_work import (
     Described,
     at_size,
@@ -159,21 +160,6 @@ def _list_command(
     settings = [part for each in (*overrides, *list_settings(candidate)) for part in ("--set", each)]
     files = [part for file in components for part in ("--components", str(file))]
     return ["volseg", "train", str(config), *gpus, *settings, *files]
-
-
-def list_settings(candidate: Candidate) -> list[str]:
-    """Return the config overrides that select a candidate."""
-    mesh = {"data": candidate.data, "spatial": candidate.spatial, "pipeline": candidate.pipeline}
-    settings = [f"parallel.{name}={count}" for name, count in mesh.items() if count > 1]
-    if candidate.split_size is not None:
-        settings.append(f"parallel.split_size={candidate.split_size}")
-    if candidate.checkpoint is not None:
-        # Recomputation is part of the strategy that cuts, even without a cut.
-        settings += ["parallel.strategy=spatial"] if candidate.spatial == 1 else []
-        whole = "parallel.devices=1" if candidate.num_gpus == 1 else "parallel.spatial=1"
-        settings += [whole] if candidate.spatial == 1 else []
-        settings.append(f"parallel.checkpoint={candidate.checkpoint}")
-    return settings
 
 
 def plan_volumes(

@@ -15,33 +15,30 @@ rate, and the number of steps.
 
 import json
 import logging
-import math
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from volseg.checkpointing.ranks import JobFolder
-from volseg.config.base import validated
+from volseg.config.loading import build_config, require_sound_overrides
 from volseg.config.parallel import ParallelConfig
 from volseg.config.registry import read_record
 from volseg.config.schema import ExperimentConfig
 from volseg.data.json_files import read_json
 from volseg.errors import CheckpointError, ConfigError, OutOfMemoryError
-from volseg.estimate.candidate import Candidate, Estimate
+from volseg.estimate.candidate import Candidate
 from volseg.experiment.placement.alternatives import (
     Answer,
     Gpus,
     describe_attempt,
     describe_estimate,
     describe_remedies,
-    get_estimate,
     is_out_of_memory,
     list_lines,
     list_overrides,
-    list_smaller,
     rank_smaller,
     run_plan,
     take_candidate,
@@ -59,6 +56,9 @@ REPLANNED = "replanned.json"
 
 VARIABLE = "VOLSEG_OUT_OF_MEMORY"
 """Environment variable that passes the failure to the restarted process."""
+
+REPLACED = ("parallel.", "training.kernels=", "training.record=")
+"""Beginnings of the overrides of a candidate."""
 
 HOST_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size calculation overflowed")
 """Texts of messages about main memory, which no other use of the GPUs saves."""
@@ -90,17 +90,12 @@ class Replanned:
     processes: int
     failure: Failure
     overrides: tuple[str, ...]
-    parallel: Mapping[str, Any]
-    training: Mapping[str, Any]
-    """``kernels`` and ``record``."""
+    """Settings of ``parallel``, and ``training.kernels`` and ``training.record``."""
     why: str
 
     def apply(self, config: ExperimentConfig) -> ExperimentConfig:
         """Return the config with which the run continues."""
-        training = {**config.training.model_dump(), **self.training}
-        parallel = {**self.parallel, "on_oom": config.parallel.on_oom, "timeout": config.parallel.timeout}
-        values = {**config.model_dump(), "parallel": parallel, "training": training}
-        return validated(ExperimentConfig, values, REPLANNED)
+        return build_config(config.model_dump(), self.overrides, REPLANNED)
 
     @classmethod
     def read(cls, content: Any, source: object) -> "Replanned":
@@ -113,9 +108,10 @@ class Replanned:
         """
         try:
             found = read_record(cls, content)
-            if set(found.training) != {"kernels", "record"}:
-                raise ValueError(f"training must hold kernels and record, got {dict(found.training)}")
-            validated(ParallelConfig, dict(found.parallel), str(source))
+            if strange := [each for each in found.overrides if not each.startswith(REPLACED)]:
+                raise ValueError(f"{strange[0]} is no setting of a candidate")
+            for each in found.overrides:
+                require_sound_overrides([each])
         except (ConfigError, ValueError) as fault:  # a ConfigError has a line per fault
             reason = " ".join(str(fault).split())
             raise CheckpointError(
@@ -227,7 +223,7 @@ class Replanning:
     def _explain(self, failure: Failure) -> str:
         """Return the failure with remedies."""
         answer = _forecast(self.config, failure.tried, more_gpus=True)
-        lines = list_lines(self.config, _list_ways(self.config, failure, answer.forecasts), count_processes())
+        lines = list_lines(self.config, rank_smaller(failure.tried, answer.forecasts), count_processes())
         before = [] if self.replanned is None else [f"{self.replanned}. A second time ends the run."]
         ways = ["What takes less, fastest first:", *lines] if lines else []
         fitting = [f"It would fit: {remedy}." for remedy in answer.remedies]
@@ -252,35 +248,26 @@ def _list_asked(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Replanned:
-    """Return the settings to continue with: the fastest estimate that fits, else the smallest for any network.
+    """Return the settings to continue with: the fastest estimate that fits, else the smallest.
 
     Raises
     ------
     OutOfMemoryError
         If no candidate takes less memory.
     """
-    forecasts = _forecast(config, failure.tried, more_gpus=False).forecasts
-    ways = [
-        way
-        for way in _list_ways(config, failure, forecasts)
-        if way.candidate.num_gpus == failure.tried.num_gpus and _suits(way.candidate, processes)
-    ]
-    if not any(way.runs for way in ways):  # then the smallest comes first, since there is only one attempt
-        ways.reverse()  # the strongest savings first, if the needed memory is unknown
-        ways.sort(key=lambda way: math.inf if way.memory is None else way.memory.total)
-    for way in ways:
+    answer = _forecast(config, failure.tried, more_gpus=False)
+    for way in rank_smaller(failure.tried, answer.forecasts):
+        if way.candidate.num_gpus != failure.tried.num_gpus or not _suits(way.candidate, processes):
+            continue
         try:
-            changed = take_candidate(config, way.candidate, processes)
+            changed = take_candidate(config, way.candidate)
         except ConfigError:  # for example, kernels that the config names
             continue
-        training = changed.training
         return Replanned(
             asked=_list_asked(config),
             processes=processes,
             failure=failure,
             overrides=tuple(list_overrides(config, changed)),
-            parallel=changed.parallel.model_dump(mode="json"),
-            training={"kernels": training.kernels, "record": training.record},
             why=describe_estimate(way),
         )
     raise OutOfMemoryError(
@@ -291,16 +278,6 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
 def _suits(candidate: Candidate, processes: int) -> bool:
     """Return whether the job's processes can run a candidate: their number and GPUs stay the same."""
     return candidate.data * candidate.spatial == processes if processes > 1 else candidate.data == 1
-
-
-def _list_ways(config: ExperimentConfig, failure: Failure, forecasts: Sequence[Estimate]) -> list[Estimate]:
-    """Return candidates that take less memory, fastest first, with their numbers if known."""
-    if fitting := rank_smaller(failure.tried, forecasts):
-        return fitting
-    return [
-        get_estimate(each, forecasts) or Estimate(candidate=each, refused="less memory; how much is not known")
-        for each in list_smaller(failure.tried, config.patch.batch)
-    ]
 
 
 def _forecast(config: ExperimentConfig, tried: Candidate, *, more_gpus: bool) -> Answer:

@@ -18,7 +18,7 @@ from volseg.config.schema import ExperimentConfig
 from volseg.data.case_store.volume_cache import choose_budget
 from volseg.estimate.candidate import Batch, Freedom, Step, Work
 from volseg.experiment.building import build_step
-from volseg.experiment.network_plan import DataFacts, plan_for_spacing
+from volseg.experiment.network_plan import FLOAT_BYTES, LABEL_BYTES, DataFacts, plan_for_spacing
 from volseg.experiment.placement.placed_network import build_trainable_network, explain_eager, explain_slowness
 from volseg.experiment.rehearsing import OneOutput
 from volseg.inference.predictor import evaluating
@@ -27,8 +27,6 @@ from volseg.models.grids import GridRule
 from volseg.workflow.components import build_optimizer
 from volseg.workflow.precision import Precision
 from volseg.workflow.schedules import WeightAverage
-
-FLOAT_BYTES, LABEL_BYTES = 4, 1
 
 BATCHES_AHEAD = 2
 """Batches on a GPU beside that of the step: one waiting batch, and one that is being cut and augmented."""

@@ -266,8 +266,10 @@ def _find_state_dict(content: Any, path: Path) -> Mapping[str, Any]:
                 "torch.save(network.state_dict(), FILE)"
             )
         content = content[found[0]]
-    if not isinstance(content, Mapping) or not any(isinstance(value, Tensor) for value in content.values()):
+    if not (
+        isinstance(content, Mapping)
+        and all(isinstance(name, str) for name in content)
+        and any(isinstance(value, Tensor) for value in content.values())
+    ):
         raise CheckpointError(f"{path} holds no state_dict, which maps names to tensors")
-    if odd := [name for name in content if not isinstance(name, str)]:
-        raise CheckpointError(f"{path} should map names to tensors, got the key {odd[0]!r}")
     return content

@@ -191,23 +191,14 @@ def load(
     >>> found.volumes  # doctest: +SKIP
     {'Anterior': 1.62, 'Posterior': 1.41}
     """
-    device = str(device) if isinstance(device, torch.device) else device
-    for name, value, kinds, wanted in (
-        ("device", device, str | None, "a text such as cuda:1, or a torch.device"),
-        ("mirror", mirror, bool | None, "True or False"),
-        ("folds", folds, tuple | list | None, "a list such as [0, 2]"),
-        ("overrides", overrides, tuple | list, 'a list such as ["inference.overlap=0.25"]'),
-        ("postprocessing", postprocessing, bool, "True or False"),
-    ):
-        if not isinstance(value, kinds):
-            raise ConfigError(f"{name} should be {wanted}, got {value!r}")
+    device = None if device is None else str(device)
     if folds is not None:
         if not isinstance(source, Source) or not folds:
             raise ConfigError(f"folds says which networks of one source to take, got {folds!r} of {source}")
         source = [path_of(source) / f"fold_{fold}" for fold in folds]
     settings = [*overrides] if device is None else [*overrides, f"device={device.partition(':')[0]}"]
     if mirror is not None:
-        settings.append(f"inference.mirror={'true' if mirror else 'false'}")
+        settings.append(f"inference.mirror={str(mirror).lower()}")
     with _choose_gpu(device):
         return LoadedModel(load_trained(source, checkpoint, settings), postprocessing=postprocessing)
 

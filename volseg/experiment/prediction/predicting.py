@@ -1,6 +1,5 @@
 """Predict label maps for new images, in this process or in a worker for each GPU."""
 
-import errno
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -217,19 +216,16 @@ def _choose_folder(named: Sequence[Source], output: str | Path | None) -> Path:
 def _require_writable(cases: Sequence[Case], files: PredictionFiles) -> None:
     """Raise unless a label map of the longest name can be written, before hours of work."""
     output, case = files.folder, max(cases, key=lambda case: len(os.fsencode(case["case"])))
-    longest = case["case"]
     try:
         output.mkdir(parents=True, exist_ok=True)
         trial = name_partial(files.name_label_map(case))
         trial.touch()
         trial.unlink()
     except OSError as fault:
-        remedy = (
-            f"rename {longest[:40]}..., of {len(longest)} characters, to a shorter name"
-            if fault.errno == errno.ENAMETOOLONG
-            else "name another folder by --output"
-        )
-        raise ConfigError(f"label maps cannot be written to {output} ({fault.strerror or fault}); {remedy}") from fault
+        raise ConfigError(
+            f"label maps, such as of {case['case'][:40]}, cannot be written to {output} ({fault.strerror or fault}); "
+            "name another folder by --output, or give the case a shorter name"
+        ) from fault
 
 
 def _refuse_own_images(cases: Sequence[Case], files: PredictionFiles) -> None:
@@ -313,12 +309,10 @@ def _nothing_in(folder: Path) -> str:
 
 
 def _list_images(path: Path) -> list[Path]:
-    if not path.exists():
+    if not (path.is_file() or path.is_dir()):
         raise DataError(f"{path} does not exist; name image files, DICOM folders or a folder of image files")
     if path.is_file():
         return [path]
-    if not path.is_dir():
-        raise DataError(f"{path} is neither a file nor a folder; name image files, DICOM folders or a folder of files")
     return list_images(path)
 
 

@@ -57,10 +57,8 @@ def load_trained(
     """
     require_keys(overrides)
     named: list[Any] = list(source) if isinstance(source, tuple | list) else [source]
-    if strange := [one for one in named if not isinstance(one, Source)]:
-        raise ConfigError(f"source should be a path, a RunFolder or several of these, got {strange[0]!r}")
-    if not named:
-        raise ConfigError("a prediction needs a trained network, got none; name a run folder")
+    if not named or not all(isinstance(one, Source) for one in named):
+        raise ConfigError(f"source should be a path, a RunFolder or several of these, got {source!r}")
     loaded = [network.build() for one in named for network in open_source(one, checkpoint, overrides)]
     if len(loaded) == 1:
         return replace(loaded[0], source=path_of(named[0]))
@@ -221,15 +219,8 @@ def _describe(path: Path) -> str:
         return f"is a file; {needed}"
     if models := sorted(plans.parent for plans in path.glob("*/plans.json") if is_nnunet_model(plans.parent)):
         return f"is a folder above nnU-Net 2's model folders; name one of them, such as {models[0]}"
-    if (path / "plans.pkl").is_file() or any(path.glob("fold_*/*.model")):
-        return (
-            "is a model folder of nnU-Net 1 (plans.pkl, fold_0/*.model), which is not read: unpickling it runs code; "
-            f"predict with nnU-Net 1 itself, or train it again by nnU-Net 2; {needed}"
-        )
     held = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
-    holds = f"it holds {list_some(held, 4)}" if held else "it is empty"
-    folds = "its folds hold no config.yaml" if (path / "fold_0").is_dir() else "it has no fold_0"
-    return f"is no run folder: it has no config.yaml; and no cross-validation: {folds}; {holds}; {needed}"
+    return f"is no run folder: it has no config.yaml, and holds {list_some(held, 4) or 'nothing'}; {needed}"
 
 
 def _join(members: Sequence[Trained], source: Path) -> Trained:
