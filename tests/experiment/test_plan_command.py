@@ -331,6 +331,8 @@ def test_the_processes_of_a_job_take_the_fastest_that_surely_fits_or_the_smalles
 def test_a_mesh_is_chosen_beside_what_cases_take_or_left_to_the_config(vnet, monkeypatch, caplog, answer):
     monkeypatch.setattr(mesh_resolution, "run_plan", lambda config, gpus: answer)
     monkeypatch.setattr(Gpus, "find", lambda device, count: Gpus(name="NVIDIA H200", memory=16 * GIB, count=count))
-    chosen, _ = choose_by_estimate(load_config(vnet), torch.device("cpu"))
-    assert chosen == (None if answer.problem else Candidate())
+    told = choose_by_estimate(load_config(vnet), torch.device("cpu"))
+    assert (told.chosen, told.memory and told.memory.used) == (
+        (None, None) if answer.problem else (Candidate(), 4 * GIB)
+    )
     assert ("(of values): samples are not cut unless" in caplog.text) == bool(answer.problem)

@@ -1,4 +1,4 @@
-"""What the first steps of a training took."""
+"""What the first steps of a training took, beside a forecast that may come late, or never."""
 
 import json
 
@@ -8,6 +8,7 @@ from in_group import in_group
 from torch.nn import functional
 
 from volseg import Training
+from volseg.estimate.step_memory import MemoryUse
 from volseg.monitoring.memory import DeviceMemory, FirstSteps, GpuMeter
 from volseg.parallel.devices import get_process_rank
 from volseg.parallel.processes.group import start_group
@@ -30,6 +31,10 @@ class Meter:
         return [DeviceMemory(device="cuda:0", used=reserved // 2, reserved=reserved, process=self.process)]
 
 
+def forecast(reserved):
+    return MemoryUse(used=reserved // 2, reserved=reserved, outside=0, peak_in="backward")
+
+
 def train(*hooks, batches=12, epochs=1, accumulate=1):
     net = torch.nn.Conv3d(1, 2, 1)
     made = [{"image": torch.ones(1, 1, 2, 2, 2), "label": torch.zeros(1, 2, 2, 2).long()}] * batches
@@ -47,24 +52,35 @@ def test_the_first_steps_and_those_after_a_recording_are_read(batches, epochs, a
     assert [reading.steps for reading in hook.readings] == steps
 
 
-def test_one_line_the_record_and_the_curves_say_what_was_taken(caplog):
+def test_one_line_the_record_and_the_curves_say_how_far_the_estimate_is(caplog):
     written = []
-    hook = FirstSteps(Meter(), beside=4 * GIB, write=written.append)
-    assert (hook.describe(), hook.scalars(), hook.as_json()["measured"]) == (None, {}, [])
+    hook = FirstSteps(Meter(), forecast(20 * GIB), beside=4 * GIB, write=written.append)
     with caplog.at_level("INFO"):
         train(hook)
     words = (
         "memory after 8 steps: 20.00 GiB reserved and 10.00 GiB used of cuda:0 of process 0, the fullest of 1, of it "
-        "4.00 GiB cases"
+        "4.00 GiB cases; estimate of a step: 20.00 GiB reserved and 10.00 GiB used (+25.0%)"
     )
     assert words in caplog.text
     last = json.loads(json.dumps(written[-1]))
     assert [reading["steps"] for reading in last["measured"]] == [2, 8]
+    assert last["error"] == pytest.approx(0.25)
+    assert last["forecast"]["peak_in"] == "backward"
     shown = {tag.removeprefix("memory/"): value for tag, value in hook.scalars().items()}
-    assert shown == {"measured_used_gib": 10, "measured_reserved_gib": 20, "cases_gib": 4}
+    measured = {"measured_used_gib": 10, "measured_reserved_gib": 20, "cases_gib": 4}
+    estimated = {"forecast_used_gib": 10, "forecast_reserved_gib": 20, "forecast_error_percent": pytest.approx(25)}
+    assert shown == measured | estimated
 
 
-def test_without_a_gpu_nothing_is_measured():
+def test_without_a_plan_or_a_gpu_nothing_is_compared(caplog):
+    hook = FirstSteps(Meter())
+    assert (hook.describe(), hook.scalars(), hook.as_json()["measured"]) == (None, {}, [])
+    with caplog.at_level("INFO"):
+        train(hook)
+    assert "memory after 8 steps: 20.00 GiB reserved" in caplog.text
+    assert "estimate" not in caplog.text
+    assert "memory/forecast_used_gib" not in hook.scalars()
+    assert (hook.as_json()["forecast"], hook.as_json()["error"]) == (None, None)
     meter = GpuMeter()
     if not torch.cuda.is_initialized():
         meter.begin()

@@ -53,7 +53,8 @@ def make_run(folder, *, cases=12, epochs=20, seed=0, names=(SCRIPT,), overlays=T
         ),
     )
     device = {"device": "cuda:0", "used": 2**30, "reserved": 2**31, "process": 0}
-    put(folder / "memory.json", {"measured": [{"steps": 8, "devices": [device]}]})
+    forecast = {"used": 2**30, "reserved": 2**31 + 2**29}
+    put(folder / "memory.json", {"measured": [{"steps": 8, "devices": [device]}], "forecast": forecast})
     published = [
         {
             "method": "nnU-Net <3d>",

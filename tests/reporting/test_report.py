@@ -72,17 +72,18 @@ def test_the_page_is_whole_and_alone(run):
     assert "| in all     | 1 h 1 min" in write_brief(run)
 
 
-def test_each_gpu_is_told(run):
+def test_each_gpu_is_told_and_the_forecast_of_the_fullest(run):
     gib = 2**30
     measured = [
         {"device": f"cuda:{number}", "used": (3 + number) * gib, "reserved": (5 + number) * gib, "process": 0}
         for number in range(2)
     ]
-    memory = {"measured": [{"steps": 8, "devices": measured}]}
+    memory = {"measured": [{"steps": 8, "devices": measured}], "forecast": {"used": 4 * gib, "reserved": 7 * gib}}
     (run / "memory.json").write_text(json.dumps(memory), encoding="utf-8")
-    rows = [line for line in write_brief(run).splitlines() if line.startswith("| process 0")]
-    cells = [[cell.strip() for cell in row.split("|")[2:4]] for row in rows]
-    assert cells == [["3.00", "5.00"], ["4.00", "6.00"]]
+    rows = [line for line in write_brief(run).splitlines() if line.startswith(("| process 0", "| the fullest"))]
+    cells = [[cell.strip() for cell in row.split("|")[2:6]] for row in rows]
+    assert cells == [["3.00", "5.00", "", ""], ["4.00", "6.00", "", ""], ["", "", "4.00", "7.00"]]
+    assert rows[-1].startswith("| the fullest")
 
 
 def test_a_chart_without_two_values_is_not_drawn(run):

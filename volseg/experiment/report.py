@@ -57,7 +57,7 @@ class Outcome:
     patients: PatientReport = field(default_factory=PatientReport)
     """Number of patients, and whether a patient both trains and validates."""
     memory: str | None = None
-    """GPU memory of the first steps; None without GPUs."""
+    """GPU memory of the first steps, and its estimate; None without GPUs."""
     replanned: str | None = None
     """Failure for lack of memory, and the settings of the training since then."""
 

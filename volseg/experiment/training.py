@@ -159,7 +159,7 @@ class _Run:
         self.reading = CaseReading(config, mesh, self.plan.spacing)
         config = self._settle_kernels(config, mesh)
         self.model = build_model(config, self.chosen.task, self.device, mesh=mesh, begin=start)
-        batches = self._make_batches(config)
+        batches = self._make_batches(config, mesh)
         self._build_training(config, batches, loggers, hooks)
         self._describe(config, start)
 
@@ -191,7 +191,7 @@ class _Run:
             self.files[KERNELS] = asdict(measured)
         return config
 
-    def _make_batches(self, config: ExperimentConfig) -> EpochBatches:
+    def _make_batches(self, config: ExperimentConfig, mesh: TrainingMesh) -> EpochBatches:
         """Return the batches. On a GPU they copy the training cases, which no other object holds afterwards."""
         with self.signs.span("preparing"):
             prepared = self.reading.prepare(self.chosen)
@@ -200,7 +200,7 @@ class _Run:
         batches = self.reading.make_batches(prepared, self.chosen.task, self.model, self.device)
         beside, first = meter.count() - before, config.patch.first_whole(config.training.epochs)
         write = partial(self.job.write_json, MEMORY)
-        self.memory = FirstSteps(meter, beside=beside, write=write, first_epoch=first)
+        self.memory = FirstSteps(meter, mesh.estimate, beside=beside, write=write, first_epoch=first)
         self.held_out = replace(prepared, training=())
         if self.resume:
             compatible.require_same_cases(self.job.folder, prepared.fingerprints)

@@ -1,4 +1,4 @@
-"""Measure peaks of GPU memory in the first steps of a training.
+"""Measure peaks of GPU memory in the first steps of a training, and compare them with a plan's estimate.
 
 Reading torch's counters does not wait for a GPU. They are read after the second optimizer step, when the optimizer's
 state and averages exist, and again after a step has been recorded, since its memory stays allocated.
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from volseg.estimate.step_memory import MemoryUse
 from volseg.parallel.devices import get_process_rank, list_gpus, uses_gpus
 from volseg.parallel.processes.group import gather_over_processes
 from volseg.workflow.hooks import Hook
@@ -54,29 +55,32 @@ class MemoryReading:
 
 
 class FirstSteps(Hook):
-    """Read and report the memory of the first steps.
+    """Read the memory of the first steps, and report its difference from an estimate.
 
     Parameters
     ----------
     meter : GpuMeter
         Meter of this process's devices.
+    estimate : MemoryUse, optional
+        Estimate of a step on the device with the highest need; None without a plan.
     beside : int
-        Bytes per device that hold cases.
+        Bytes per device that hold cases, which the estimate does not include.
     write : callable
         Called with the result as plain values after each reading.
     first_epoch : int
-        First epoch that is read; earlier epochs may have smaller patches.
+        First epoch of the estimated steps; earlier epochs may have smaller patches.
     """
 
     def __init__(
         self,
         meter: "GpuMeter",
+        estimate: MemoryUse | None = None,
         *,
         beside: int = 0,
         write: Callable[[Mapping[str, Any]], object] | None = None,
         first_epoch: int = 0,
     ) -> None:
-        self._meter, self._beside, self._write = meter, beside, write
+        self._meter, self.estimate, self._beside, self._write = meter, estimate, beside, write
         self._full_from = first_epoch
         self._batches = self._first_epoch = 0
         self.readings: list[MemoryReading] = []
@@ -113,32 +117,55 @@ class FirstSteps(Hook):
             logger.info("%s", self.describe())
 
     def scalars(self) -> dict[str, float]:
-        """Return values for TensorBoard: GiB of the fullest device and of the cases."""
+        """Return values for TensorBoard: GiB of the fullest device and of the estimate, and the error in percent."""
         if not self.readings:
             return {}
         fullest = self.readings[-1].fullest
-        return {
+        shown = {
             "memory/measured_used_gib": fullest.used / GIB,
             "memory/measured_reserved_gib": fullest.reserved / GIB,
             "memory/cases_gib": self._beside / GIB,
         }
+        if self.estimate is not None:
+            shown["memory/forecast_used_gib"] = self.estimate.used / GIB
+            shown["memory/forecast_reserved_gib"] = self.estimate.reserved / GIB
+        if (error := self.compute_memory_error()) is not None:
+            shown["memory/forecast_error_percent"] = 100 * error
+        return shown
+
+    def compute_memory_error(self) -> float | None:
+        """Return the estimate's error relative to the measured memory; None if either is missing."""
+        if self.estimate is None or not self.readings:
+            return None
+        return self.estimate.reserved / max(self.readings[-1].fullest.reserved - self._beside, 1) - 1
 
     def describe(self) -> str | None:
-        """Return the measurement as a sentence; None before the first reading."""
+        """Return measurement and estimate as a sentence; None before the first reading."""
         if not self.readings:
             return None
         reading = self.readings[-1]
         fullest = reading.fullest
         cases = f", of it {self._beside / GIB:.2f} GiB cases" if self._beside else ""
-        return (
+        text = (
             f"memory after {reading.steps} steps: {fullest.reserved / GIB:.2f} GiB reserved and "
             f"{fullest.used / GIB:.2f} GiB used of {fullest.device} of process {fullest.process}, the fullest of "
             f"{len(reading.devices)}{cases}"
         )
+        if self.estimate is None:
+            return text
+        return (
+            f"{text}; estimate of a step: {self.estimate.reserved / GIB:.2f} GiB reserved and "
+            f"{self.estimate.used / GIB:.2f} GiB used ({self.compute_memory_error():+.1%})"
+        )
 
     def as_json(self) -> dict[str, Any]:
-        """Return all readings as plain values."""
-        return {"measured": [asdict(reading) for reading in self.readings], "cases_bytes": self._beside}
+        """Return all readings and the estimate as plain values."""
+        return {
+            "measured": [asdict(reading) for reading in self.readings],
+            "cases_bytes": self._beside,
+            "forecast": None if self.estimate is None else asdict(self.estimate),
+            "error": self.compute_memory_error(),
+        }
 
 
 class GpuMeter:

@@ -202,16 +202,22 @@ def describe_time_of_run(record: RunRecord) -> list[content.Block]:
 
 
 def describe_memory(record: RunRecord) -> list[content.Block]:
-    """Return the memory of the first steps on each GPU."""
+    """Return the memory of the first steps on each GPU, beside the forecast."""
     memory = record.memory
     if not memory or not memory.get("measured"):
         return []
     reading = memory["measured"][-1]
+    forecast = memory.get("forecast") or {}
     rows = [
-        [f"process {device.get('process', 0)}, {device['device']}", *_list_gib(device)] for device in reading["devices"]
+        [f"process {device.get('process', 0)}, {device['device']}", *_list_gib(device), "", ""]
+        for device in reading["devices"]
     ]
+    if forecast.get("reserved"):
+        rows.append(["the fullest", "", "", *_list_gib(forecast)])
     table = content.TextTable(
-        caption=f"Peaks after {reading['steps']} steps, in GiB", header=("GPU", "used", "reserved"), rows=rows
+        caption=f"Peaks after {reading['steps']} steps, in GiB; forecasts are of a step, without cases",
+        header=("GPU", "used", "reserved", "forecast used", "forecast reserved"),
+        rows=rows,
     )
     told = record.told.memory
     return [*([content.Text(f"{told[0].upper()}{told[1:]}.")] if told else []), table]

@@ -22,9 +22,10 @@ from volseg.data.case_store.reading_group import ALONE, Readers, meet_readers
 from volseg.data.cases import Task
 from volseg.estimate.candidate import Candidate, Estimate, name_candidate
 from volseg.estimate.search import SURE, choose
+from volseg.estimate.step_memory import MemoryUse
 from volseg.experiment.building import build_batches, build_predictor, build_validation, preprocessing_of
 from volseg.experiment.cases import ChosenCases, open_cache, prepare_chosen
-from volseg.experiment.placement.alternatives import Gpus, run_plan, take_candidate
+from volseg.experiment.placement.alternatives import Gpus, get_estimate, run_plan, take_candidate
 from volseg.parallel.devices import count_launched, count_processes, is_main_process
 from volseg.parallel.processes.group import decide_together, make_group, start_group
 from volseg.parallel.replicas import Mesh, Replicas, join_mesh
@@ -52,6 +53,8 @@ class TrainingMesh:
     """Processes that read cases: the first process of each replica, which sends slabs to the replica's others."""
     judges: dist.ProcessGroup | None = None
     """Gloo group of the processes that read and so validate; None for one process, and in the others."""
+    estimate: MemoryUse | None = None
+    """Memory of a step in the plan that chose the mesh, on the leader; None without a plan."""
 
     @property
     def reads(self) -> bool:
@@ -66,7 +69,7 @@ class TrainingMesh:
         return [dealt[replica] for replica in self.replicas.own]
 
 
-def describe_mesh(plan: MeshPlan, config: ExperimentConfig, reason: str = "") -> str:
+def describe_mesh(plan: MeshPlan, config: ExperimentConfig, reason: str | None = None) -> str:
     """Return a sentence that describes the devices' shares of each step's batch."""
     batch, batches = config.patch.batch, config.training.accumulate
     parts = [f"each step's batch of {batch}"]
@@ -101,11 +104,12 @@ def join_processes(config: ExperimentConfig) -> None:
 def resolve_mesh(config: ExperimentConfig, device: torch.device) -> tuple[ExperimentConfig, TrainingMesh]:
     """Return the config with its mesh resolved, and the mesh; every process calls this function."""
     count = count_processes()
-    plan, reason = config.mesh(count), ""
+    plan, reason, forecast = config.mesh(count), None, Forecast()
     is_auto = config.parallel.strategy == "auto" and config.parallel.num_gpus == 1
     if count > 1 and (is_auto or plan.is_open):
-        chosen, reason = choose_by_estimate(config, device)
-        config = config if chosen is None else take_candidate(config, chosen)
+        forecast = choose_by_estimate(config, device)
+    if forecast.chosen is not None:
+        config, reason = take_candidate(config, forecast.chosen), forecast.why
         plan = config.mesh(count)
     settled = config.with_mesh(plan) if count > 1 else config
     settled.mesh(count)  # the resolved mesh may not fit other settings
@@ -118,15 +122,31 @@ def resolve_mesh(config: ExperimentConfig, device: torch.device) -> tuple[Experi
         readers = meet_readers(make_group(backend="gloo"), reads=mesh.shard == 0)
         judges = make_group(list(range(0, count, mesh.spatial)), "gloo") if mesh.data > 1 else None
     return settled, TrainingMesh(
-        plan=plan, mesh=mesh, replicas=replicas, readers=readers, judges=judges if mesh.shard == 0 else None
+        plan=plan,
+        mesh=mesh,
+        replicas=replicas,
+        readers=readers,
+        judges=judges if mesh.shard == 0 else None,
+        estimate=forecast.memory,
     )
 
 
 # Choose replicas and slabs for the processes of a job, by estimates.
 
 
-def choose_by_estimate(config: ExperimentConfig, device: torch.device) -> tuple[Candidate | None, str]:
-    """Return the fastest candidate on this job's processes, and the reason.
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """Answer of `volseg plan` about the mesh of a job; the same in all processes, except for ``memory``."""
+
+    chosen: Candidate | None = None
+    """None if the training cannot be estimated."""
+    why: str | None = None
+    memory: MemoryUse | None = None
+    """Memory of the chosen candidate's training steps, on the leader."""
+
+
+def choose_by_estimate(config: ExperimentConfig, device: torch.device) -> Forecast:
+    """Return the fastest estimate on this job's processes, and the reason.
 
     Every process calls this function and gets the leader's choice. Each process has one GPU, so that a pipeline is no
     candidate. On a CPU, where memory is uncertain, and without estimates, nothing is chosen.
@@ -140,11 +160,13 @@ def choose_by_estimate(config: ExperimentConfig, device: torch.device) -> tuple[
     """
     gpus = Gpus.find(device, count_processes())
     if gpus is None:  # the same in all processes of a job
-        return None, ""
+        return Forecast()
+    forecasts: list[Estimate] = []
 
     def decide() -> Mapping[str, Any]:
         # A pipeline is no candidate, and its micro-batches take long to trace.
         answer = run_plan(config.with_values(parallel={"pipeline": 1}), gpus)
+        forecasts.extend(answer.forecasts)
         if answer.problem:
             logger.warning(
                 "no estimate of a training step (%s): samples are not cut unless parallel.spatial: N says so",
@@ -154,7 +176,12 @@ def choose_by_estimate(config: ExperimentConfig, device: torch.device) -> tuple[
         return {"chosen": chosen and vars(chosen), "why": why}
 
     told = decide_together(decide)
-    return told["chosen"] and Candidate(**told["chosen"]), told["why"]
+    if told["chosen"] is None:
+        return Forecast()
+    chosen = Candidate(**told["chosen"])
+    known = get_estimate(chosen, forecasts)
+    memory = None if known is None or known.memory is None else known.memory.of_steps()
+    return Forecast(chosen=chosen, why=told["why"], memory=memory)
 
 
 def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int) -> tuple[Candidate | None, str]:
