@@ -63,26 +63,21 @@ class ModuleCall:
         return net.to(torch.float64).train(self.training)
 
 
-def module_calls(info: Any, thin: bool) -> Iterator[tuple[ModuleCall, bool]]:
-    """List the calls of a module that have a volume among their arguments, and which are those of ``make test``."""
+def module_calls(info: Any, thin: bool) -> Iterator[ModuleCall]:
+    """List the calls of a module that have a volume among their arguments; ``thin``: the first of each mode."""
     for training in (True, False):
         torch.manual_seed(0)
         found = info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=True, training=training)
-        first = True
         for index, sample in enumerate(list(found)):
             given = sample.forward_input
             tensors = [leaf for leaf in tree_leaves((given.args, given.kwargs)) if isinstance(leaf, Tensor)]
             if not any(tensor.ndim in (4, 5) for tensor in tensors):
                 continue
-            for axes in (None, "H", "W", *("D" if tensors[0].ndim == 5 else "")):
-                belongs = first and axes is None
-                if belongs or not thin:
-                    note = f"sample {index}, axes={axes}"
-                    yield (
-                        ModuleCall(info, sample.constructor_input, given.args, given.kwargs, note, training, axes),
-                        belongs,
-                    )
-            first = False
+            for axes in (None,) if thin else (None, "H", "W", *("D" if tensors[0].ndim == 5 else "")):
+                note = f"sample {index}, axes={axes}"
+                yield ModuleCall(info, sample.constructor_input, given.args, given.kwargs, note, training, axes)
+            if thin:
+                break
 
 
 def _observe(call: ModuleCall, net: nn.Module, passes: int, seed: int = 0) -> Seen | Exception:
