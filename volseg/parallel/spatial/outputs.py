@@ -61,7 +61,7 @@ class CutInput:
             return
         is_there = same and _lies_in(self.whole, self.volume)
         for other, made in self._others:
-            if _lies_in(self.whole, other) and not (is_there and _lies_in(self.whole, made)):
+            if _overlap(self.whole, other) and not (is_there and _lies_in(self.whole, made)):
                 raise UnsupportedOperatorError(
                     f"the network changes its input of shape {tuple(self.whole.shape)} in place, and another one of "
                     f"shape {tuple(other.shape)} shares its memory: on several devices each has slabs of its own, and "
@@ -89,6 +89,21 @@ def _lies_in(whole: Tensor, made: Tensor) -> bool:
     memory = get_storage_key(whole.untyped_storage())
     parts = made.slabs if isinstance(made, ShardedVolume) else [made]
     return all(get_storage_key(part.untyped_storage()) == memory for part in parts)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether the memory between the first and the last elements of two tensors overlaps."""
+    if get_storage_key(one.untyped_storage()) != get_storage_key(other.untyped_storage()):
+        return False
+    (begin, end), (first, last) = _find_extent(one), _find_extent(other)
+    return begin < last and first < end
+
+
+def _find_extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first and the last byte of a tensor in its storage."""
+    begin = int(tensor.storage_offset())
+    span = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1
+    return begin * tensor.itemsize, (begin + (span if tensor.numel() else 0)) * tensor.itemsize
 
 
 def finish_result(result: Any, marked: Marked | None, *, contiguous: bool) -> Any:
