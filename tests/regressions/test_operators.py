@@ -71,6 +71,8 @@ CALLS = [
     # mse_loss(weight=) divided by the count instead of the weights' sum, l1_loss ignored the weight.
     lambda x: F.mse_loss(x, OTHER, weight=OTHER),
     lambda x: F.l1_loss(x, OTHER, weight=OTHER, reduction="none"),
+    # Raised an IndexError, where torch only warns.
+    lambda x: x.flatten().T,
 ]
 
 TIED = [
@@ -87,6 +89,7 @@ if torch.__version__ >= TorchVersion("2.9"):  # 2.8 has no derivative of it
     TIED.append(torch.aminmax)
 
 
+@pytest.mark.filterwarnings("ignore:The use of `x.T`")
 @pytest.mark.parametrize(
     ("function", "volume"), [(call, VOLUME) for call in CALLS] + [(call, VOLUME.mul(2).round()) for call in TIED]
 )
@@ -101,7 +104,6 @@ def test_a_call_is_torchs(function: Callable, volume: Tensor) -> None:
         (lambda x: x.cumsum(axis=2), "dim=2"),  # ran slab by slab
         (lambda x: (x * 1j).var((2, 3, 4)), "complex"),  # was complex
         (lambda x: torch.sum(x, (2, 3), out=torch.zeros(2, 3, 6, dtype=x.dtype)), "out="),  # was not written to
-        (lambda x: x.flatten().T, "vector"),  # raised an IndexError, where torch only warns
     ],
 )
 def test_what_slabs_compute_otherwise_is_refused(function: Callable, message: str) -> None:
@@ -161,28 +163,26 @@ def test_gather_mode_loses_no_effect(function: Callable) -> None:
     assert spatial(lambda x: x.flatten(1, 2).contiguous(), on_unsupported="gather")(VOLUME).equal(VOLUME.flatten(1, 2))
 
 
-@pytest.mark.parametrize("axes", ["D", "H", "W"])
-@pytest.mark.parametrize("factor", [1.3, 1.01, (1.05, 1.3, 0.5)])
+@pytest.mark.parametrize("factor", [1.3, (1.05, 1.3, 0.5)])
 @pytest.mark.parametrize("mode", ["trilinear", "nearest", "nearest-exact"])
-def test_a_factor_that_leaves_the_size(mode: str, factor: Any, axes: str) -> None:
+def test_a_factor_that_leaves_the_size_is_refused(mode: str, factor: Any) -> None:
     # torch copies planes along a dim whose size stays, though the factor is not one; nearest planes it moves all the
-    # same, of an uncut dim we did not. torch's gradient of the latter goes elsewhere: in training they are refused.
+    # same, of an uncut dim we did not. One slab leaves it to torch.
     volume = VOLUME[:, :, :3, :3, :3].contiguous()
-    with torch.no_grad():
-        run = spatial(lambda x: F.interpolate(x, scale_factor=factor, mode=mode), axes=axes)
-        torch.testing.assert_close(whole(run(volume)), F.interpolate(volume, scale_factor=factor, mode=mode))
-    if mode == "trilinear":
-        assert_equal(lambda x: F.interpolate(x, scale_factor=factor, mode=mode), volume, axes=axes)
+    with pytest.raises(UnsupportedOperatorError, match="pass size="):
+        spatial(lambda x: F.interpolate(x, scale_factor=factor, mode=mode))(volume)
+    alone = ModelParallel(RunLayers(lambda _, x: F.interpolate(x, scale_factor=factor, mode=mode)), devices=["cpu"])
+    assert whole(alone(volume)).equal(F.interpolate(volume, scale_factor=factor, mode=mode))
 
 
 def test_a_gradient_of_nearest_planes_that_torch_sends_elsewhere_is_refused() -> None:
-    volume = torch.randn(1, 1, 15, dtype=torch.float64).reshape(1, 1, 15, 1, 1).requires_grad_()
-    plain = F.interpolate(volume, scale_factor=(1.01, 1, 1), mode="nearest")
+    volume = torch.arange(14, dtype=torch.float64).reshape(1, 1, 14, 1, 1).requires_grad_()
+    plain = F.interpolate(volume, scale_factor=(2.05, 1, 1), mode="nearest")
     (gradient,) = torch.autograd.grad(plain.sum(), volume)
-    assert (plain.diff(dim=2) == 0).any(), "no plane is taken twice any more: drop the refusal"
-    assert (gradient == 1).all(), "torch's gradient is that of its values now: drop the refusal"
+    read = plain.long().flatten().bincount()
+    assert not gradient.long().flatten().equal(read), "torch's gradient is that of its values now: drop the refusal"
     with pytest.raises(UnsupportedOperatorError, match="goes to other planes than it reads"):
-        spatial(lambda x: F.interpolate(x, scale_factor=(1.01, 1, 1), mode="nearest"), axes="D")(volume)
+        spatial(lambda x: F.interpolate(x, scale_factor=(2.05, 1, 1), mode="nearest"), axes="D")(volume)
 
 
 def test_a_tensor_into_which_a_volume_was_scattered_is_not_read() -> None:
@@ -544,14 +544,8 @@ def assign_channels(x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize(
-    "function",
-    [lambda x: F.adaptive_avg_pool3d(x, (4, 2, 3)), lambda x: F.adaptive_max_pool3d(x, (5, 2, 2)), assign_channels],
-    ids=["average", "largest", "channels"],
-)
-def test_no_volume_is_gathered_for_windows_and_for_channels(function: Callable[[Tensor], Tensor]) -> None:
+def test_no_volume_is_gathered_for_channels() -> None:
     with noted(ShardedVolume, full_tensor=ShardedVolume.full_tensor) as gathered:
-        model = spatial(function)
-        assert isinstance(model(VOLUME), ShardedVolume)
+        assert isinstance(spatial(assign_channels)(VOLUME), ShardedVolume)
     assert not gathered
-    assert_equal(function)
+    assert_equal(assign_channels)

@@ -207,12 +207,12 @@ def extra(op: Any, call: Call) -> Iterator[Call]:
         yield replace(call, variant="out=", args=detached[0], kwargs={**detached[1], "out": out})
 
 
-def own_calls(name: str, op: Any | None) -> Iterator[tuple[Call, bool]]:
-    """List the calls on samples of our own: of an operator of the database, or of a name of torch."""
+def own_calls(name: str, op: Any | None, thin: bool) -> Iterator[tuple[Call, bool]]:
+    """List the calls on samples of our own, of an operator of the database or of a name of torch, as ``calls`` does."""
     found = samples_of(name) if op is None else of_class(op)
     variants = list(handwritten(name) if op is None else functions(op))
     for index, (args, kwargs) in enumerate(found):
-        thin = index == 0 or index % 12 == 2
-        for variant, function in variants:
+        few = index == 0 or index % 12 == 2
+        for variant, function in variants if few or not thin else ():
             call = Call(OWN + name, variant, function, args, kwargs, f"sample {index}", name in DRAWN, grids=True)
-            yield call, thin
+            yield call, few

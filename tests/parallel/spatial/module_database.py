@@ -1,7 +1,7 @@
 """Every module of torch's own test database as a spatial network, beside the plain one.
 
-What ``operator_database`` does for functions: outputs, gradients of inputs and parameters, and buffers, after each of
-two passes, in training and in evaluation.
+What ``operator_database`` does for functions: outputs, gradients of parameters, and buffers, in two steps of gradient
+descent, in training and in evaluation.
 """
 
 import copy
@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from differential import Seen, Verdict, differentiated, draws, judge_seen, said, whole
+from differential import Verdict, said
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from volseg.errors import ParallelError
 from volseg.parallel import ModelParallel
-
-DEVICES = ["cpu", "cpu:1"]
+from volseg.parallel.verification.comparison import Values, compare_values, default_objective, eager_step, observe
 
 RANDOM = (
     nn.modules.dropout._DropoutNd,
@@ -63,78 +62,57 @@ class ModuleCall:
         return net.to(torch.float64).train(self.training)
 
 
-def module_calls(info: Any, thin: bool) -> Iterator[tuple[ModuleCall, bool]]:
-    """List the calls of a module that have a volume among their arguments, and which are those of ``make test``."""
+def module_calls(info: Any, thin: bool) -> Iterator[ModuleCall]:
+    """List the calls of a module that have a volume among their arguments; ``thin``: the first of each mode."""
     for training in (True, False):
         torch.manual_seed(0)
         found = info.module_inputs_func(info, device="cpu", dtype=torch.float64, requires_grad=True, training=training)
-        first = True
         for index, sample in enumerate(list(found)):
             given = sample.forward_input
             tensors = [leaf for leaf in tree_leaves((given.args, given.kwargs)) if isinstance(leaf, Tensor)]
             if not any(tensor.ndim in (4, 5) for tensor in tensors):
                 continue
-            for axes in (None, "H", "W", *("D" if tensors[0].ndim == 5 else "")):
-                belongs = first and axes is None
-                if belongs or not thin:
-                    note = f"sample {index}, axes={axes}"
-                    yield (
-                        ModuleCall(info, sample.constructor_input, given.args, given.kwargs, note, training, axes),
-                        belongs,
-                    )
-            first = False
+            for axes in (None,) if thin else (None, "H", "W", *("D" if tensors[0].ndim == 5 else "")):
+                note = f"sample {index}, axes={axes}"
+                yield ModuleCall(info, sample.constructor_input, given.args, given.kwargs, note, training, axes)
+            if thin:
+                break
 
 
-def _observe(call: ModuleCall, net: nn.Module, passes: int, seed: int = 0) -> Seen | Exception:
+def _observe(call: ModuleCall, net: nn.Module, leaves: bool, seed: int = 0) -> list[Values] | Exception:
     torch.manual_seed(seed)
     try:
-        for _ in range(passes):
-            seen = _passed(call, net)
-        return seen
+        step = eager_step(lambda *args: net(*args, **call.kwargs), default_objective)
+        return observe(net, call.args, step, steps=2, leaves=leaves)
     except Exception as fault:
         return fault.with_traceback(None)
 
 
-def _passed(call: ModuleCall, net: nn.Module) -> Seen:
-    originals = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-    leaves = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in originals}
-    given = {key: leaf.clone() for key, leaf in leaves.items()}
-    args, kwargs = tree_map(lambda leaf: given.get(id(leaf), leaf), (call.args, call.kwargs))
-    values, structure = tree_flatten(net(*args, **kwargs))
-    values = [whole(value) for value in values]
-    gradients = differentiated(values, [*leaves.values(), *net.parameters()])
-    flags = [value.requires_grad for value in values if isinstance(value, Tensor)]
-    values = [value.detach() if isinstance(value, Tensor) else value for value in values]
-    # A volume's slabs are copies: what happens to the caller's tensor is its own affair. Buffers are the network's.
-    return Seen(structure, values, [b.detach().clone() for b in net.buffers()], flags, gradients, [], [], False)
+def _find_wrong(found: list[Values], expected: list[Values]) -> list[str]:
+    wrong = [name for pair in zip(expected, found, strict=True) for name in compare_values(*pair).wrong]
+    # A volume's slabs are copies: what happens to the caller's tensor is its own affair.
+    return [name for name in wrong if not name.endswith("after the call")]
 
 
 def judge_module(call: ModuleCall) -> Verdict:
     """Say what a module does on slabs, beside itself on whole tensors."""
-    for passes in (1, 2):
-        try:
-            plain = call.build()
-            parallel: nn.Module | Exception = ModelParallel(
-                copy.deepcopy(plain), strategy="spatial", devices=DEVICES, axes=call.axes
-            )
-        except ParallelError as fault:
-            return Verdict("refused", detail=said(fault))
-        except Exception as fault:
-            return Verdict("CRASH", "construction", said(fault))
-        expected, actual = _observe(call, plain, passes), _observe(call, parallel, passes)
-        if isinstance(expected, Exception):
-            return (
-                Verdict("raises") if isinstance(actual, Exception) else Verdict("WRONG", "accepts what torch refuses")
-            )
-        if isinstance(actual, ParallelError):
-            return Verdict("refused")
-        if isinstance(actual, Exception):
-            return Verdict("CRASH", "call", said(actual))
-        if isinstance(plain, RANDOM) and call.training:
-            others = [_observe(call, call.build(), passes, seed) for seed in (1, 2, 3)]
-            if draws(expected, others):
-                continue
-        verdict = judge_seen(actual, expected, "" if passes == 1 else " of the second pass")
-        if verdict.outcome != "equal":
-            return verdict
-    return Verdict("equal")
+    plain = call.build()
+    try:
+        parallel = ModelParallel(copy.deepcopy(plain), strategy="spatial", devices=["cpu", "cpu:1"], axes=call.axes)
+    except ParallelError as fault:
+        return Verdict("refused", detail=said(fault))
+    # torch refuses to change an input in place that needs a gradient.
+    leaves = not isinstance(_observe(call, copy.deepcopy(plain), True), Exception)
+    expected, actual = _observe(call, plain, leaves), _observe(call, parallel, leaves)
+    if isinstance(expected, Exception):
+        return Verdict("raises") if isinstance(actual, Exception) else Verdict("WRONG", "accepts what torch refuses")
+    if isinstance(actual, ParallelError):
+        return Verdict("refused")
+    if isinstance(actual, Exception):
+        return Verdict("CRASH", "call", said(actual))
+    if isinstance(plain, RANDOM) and call.training:
+        others = [_observe(call, call.build(), leaves, seed) for seed in (1, 2, 3)]
+        if any(isinstance(other, Exception) or _find_wrong(other, expected) for other in others):
+            return Verdict("equal")
+    wrong = _find_wrong(actual, expected)
+    return Verdict("WRONG", ", ".join(wrong[:5])) if wrong else Verdict("equal")

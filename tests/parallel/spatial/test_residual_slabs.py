@@ -15,23 +15,6 @@ from volseg.parallel.spatial.convolution import around
 from volseg.parallel.spatial.convolution import slab as slab_convolution
 
 
-def pad_in_processes(widths: tuple[int, ...], value: float) -> Tensor:
-    net = RunLayers(lambda net, x: F.pad(x * 2.0, widths, value=value))
-    return ModelParallel(net, strategy="spatial")(make_volume()).full_tensor()
-
-
-def make_volume() -> Tensor:
-    return torch.arange(2 * 3 * 9 * 4 * 5.0).reshape(2, 3, 9, 4, 5)
-
-
-@pytest.mark.parametrize(
-    "widths", [(1, 2, 0, 1, 3, 0), (-1, 1, 2, -1, 2, 0), (0, 0, 0, -2, -1, 2), (1, 0, 0, 0, -3, -2, 1, 0), (1, 1, 1, 1)]
-)
-def test_volumes_are_padded_and_cropped_at_once(widths: tuple[int, ...]) -> None:
-    for padded in in_group(2, pad_in_processes, widths, 0.5):
-        assert torch.equal(padded, F.pad(make_volume() * 2.0, widths, value=0.5))
-
-
 class Blocks(nn.Module):
     """A sum as it is, one behind a norm, and a wide halo behind a norm."""
 

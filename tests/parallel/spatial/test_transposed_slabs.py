@@ -1,4 +1,7 @@
-"""Transposed convolutions whose slabs get planes of their neighbours equal those on one device, and compute no more."""
+"""Convolutions whose slabs get planes of their neighbours back equal those on one device, and compute no more.
+
+Transposed ones, and those whose large gradients have no room: what the neighbours' planes add to these comes apart.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,6 +15,7 @@ from in_group import in_group
 from torch import Tensor, nn
 
 from volseg.parallel import ModelParallel, verify
+from volseg.parallel.spatial.convolution import around
 from volseg.parallel.spatial.convolution import slab as slabs
 
 
@@ -48,10 +52,19 @@ CASES = [
 
 
 class Net(nn.Module):
-    """A transposed convolution between others; what comes in front of it and behind it waits."""
+    """A transposed convolution between others; what comes in front of it and behind it waits.
 
-    def __init__(self, case: Case, front: str = "norm", behind: str = "norm", groups: int = 1) -> None:
+    With ``kernel``, residual blocks of this kernel come first: the gradients of their sums have no room.
+    """
+
+    def __init__(
+        self, case: Case, front: str = "norm", behind: str = "norm", groups: int = 1, kernel: int | None = None
+    ) -> None:
         super().__init__()
+        self.kernel = kernel
+        if kernel is not None:
+            options = {"padding": kernel // 2, "groups": groups}
+            self.inner, self.joined = nn.Conv3d(4, 4, kernel, **options), nn.Conv3d(8, 4, kernel, **options)
         self.first, self.norm = nn.Conv3d(2, 4, 3, padding=1), nn.InstanceNorm3d(4, affine=True)
         channels = 8 if front == "join" else 4
         self.up = nn.ConvTranspose3d(
@@ -62,6 +75,9 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.first(x)
+        if self.kernel is not None:
+            found = self.inner(F.relu(self.norm(found))) + found
+            found = self.joined(torch.cat([F.relu(self.norm(found)), found], 1)) + found
         if self.front == "norm":
             found = F.leaky_relu(self.norm(found))
         elif self.front == "join":
@@ -129,6 +145,59 @@ def test_slabs_of_processes_equal_one_device(case: Case, front: str) -> None:
     for fault, counted in in_group(2, verified, case, front, "norm"):
         assert not fault
         assert (counted > 0) == case.direct
+
+
+def verify_apart(net: nn.Module, planes: int, large: int, shards: int | None) -> tuple[str, int]:
+    """Compare with one device; return what is wrong, and how many planes' shares came apart.
+
+    Slabs of ``large`` bytes and more are large.
+    """
+    add = around.SurroundedGradients._add_edge
+    devices = None if shards is None else name_cpus(shards)
+    with (
+        mock.patch.object(around, "LARGE", large),
+        mock.patch.object(around.SurroundedGradients, "_add_edge", autospec=True, side_effect=add) as added,
+    ):
+        report = verify(net, (2, 2, planes, 4, 4), devices, axes="D", fixed_order=True)
+    return "" if report.ok else str(report), added.call_count
+
+
+UPS = [Case(3, 2, 1, 1), Case(4, 2, 1, 0), Case(5, 2, 2, 1), Case(7, 2, 3, 1), Case(3, 1, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel", "planes", "shards", "groups"),
+    [
+        *((case, 3, planes, shards, 1) for case in UPS for planes, shards in ((8, 2), (9, 3))),
+        *((UPS[index], kernel, 12, 2, 4) for index, kernel in ((0, 3), (1, 3), (2, 5), (4, 5))),
+    ],
+)
+def test_gradients_of_large_slabs_equal_one_device(
+    case: Case, kernel: int, planes: int, shards: int, groups: int
+) -> None:
+    torch.manual_seed(0)
+    fault, added = verify_apart(Net(case, "convolution", "sum", groups, kernel), planes, 0, shards)
+    assert not fault
+    assert added > 0
+
+
+def verify_in_process(case: Case, large: tuple[int, int]) -> tuple[str, int]:
+    torch.manual_seed(0)
+    return verify_apart(Net(case, "convolution", "sum", kernel=3), 8, large[torch.distributed.get_rank()], None)
+
+
+SMALL = around.LARGE
+
+
+@pytest.mark.parametrize(
+    ("case", "large"),
+    # A small slab is copied between the planes. Processes may decide differently: a slab's room is its own matter.
+    [*((case, (0, 0)) for case in UPS[:3]), (UPS[0], (SMALL, SMALL)), (UPS[0], (SMALL, 0))],
+)
+def test_gradients_of_large_slabs_of_processes(case: Case, large: tuple[int, int]) -> None:
+    for (fault, added), own in zip(in_group(2, verify_in_process, case, large), large, strict=True):
+        assert not fault
+        assert (added > 0) == (own == 0)
 
 
 def rounded() -> list[dict[str, float]]:

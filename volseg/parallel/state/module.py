@@ -6,7 +6,7 @@ state, or lends it for a recomputation.
 """
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
@@ -33,6 +33,10 @@ NONE: dict[str, Any] = {}
 """The empty state of most modules; never changed."""
 
 
+DRAWN = {torch.Generator: ("get_state", "set_state"), random.Random: ("getstate", "setstate")}
+"""Generators of random numbers, and the names of the methods that read and set their states."""
+
+
 class _Known:
     """A value that can be changed in place, and its recorded content."""
 
@@ -48,16 +52,12 @@ class _Known:
             self.held = None if value.requires_grad else value.detach().clone()
         elif kind is dict:
             self.held = {key: _Known(item) for key, item in value.items()}
-        elif kind is list:
-            self.held = [_Known(item) for item in value]
-        elif kind is tuple:
-            self.held = tuple([_Known(item) for item in value])
+        elif kind is list or kind is tuple:
+            self.held = kind([_Known(item) for item in value])
         elif kind is set:
             self.held = set(value)
-        elif kind is torch.Generator:
-            self.held = value.get_state()
-        elif kind is random.Random:
-            self.held = value.getstate()
+        elif kind in DRAWN:
+            self.held = getattr(value, DRAWN[kind][0])()
 
     def is_written(self) -> bool:
         """Return whether a tensor in it was written to; a write through ``data`` does not increase the version."""
@@ -73,10 +73,8 @@ class _Known:
         A tensor with unchanged content is not written to: backward would see a change of a saved tensor.
         """
         value, held, kind = self.value, self.held, type(self.value)
-        if kind is torch.Generator:
-            value.set_state(held)
-        elif kind is random.Random:
-            value.setstate(held)
+        if kind in DRAWN:
+            getattr(value, DRAWN[kind][1])(held)
         elif kind is Tensor and held is not None:
             if not _fits(value, held):
                 value.data = held.clone()
@@ -95,14 +93,10 @@ class _Known:
     def copy(self) -> Any:
         """Return a new value with the recorded content."""
         value, held, kind = self.value, self.held, type(self.value)
-        if kind is torch.Generator:
-            generator = torch.Generator(value.device)
-            generator.set_state(held)
-            return generator
-        if kind is random.Random:
-            drawing = random.Random()  # noqa: S311 (the network's own, copied)
-            drawing.setstate(held)
-            return drawing
+        if kind in DRAWN:
+            fresh = torch.Generator(value.device) if kind is torch.Generator else random.Random()  # noqa: S311 (a copy)
+            getattr(fresh, DRAWN[kind][1])(held)
+            return fresh
         if kind is dict:
             return {key: item.copy() for key, item in held.items()}
         if kind is list or kind is tuple:
@@ -146,7 +140,7 @@ class _Part(NamedTuple):
     module: nn.Module
     own: dict[str, Any]
     known: dict[str, _Known]
-    buffers: dict[str, _Known]
+    buffers: dict[str, Any]
     parameters: dict[str, Any]
     versions: list[int]
     trained: list[bool]
@@ -177,14 +171,14 @@ class _Part(NamedTuple):
             or (self.parameters and _read_trained(self.parameters) != self.trained)
         )
 
-    def set(self, known: dict[str, Any], buffers: dict[str, Any]) -> None:
-        """Restore the module's recorded attributes and parameters, with the given values and buffers instead."""
+    def set(self, get: Callable[[Any], Any]) -> None:
+        """Restore the module's attributes, parameters and buffers; ``get`` returns a changeable value's content."""
         own = vars(self.module)
         for name in own.keys() - self.own.keys():
             del own[name]
         own.update(self.own)
-        own.update(known)
-        _refill(get_buffers(self.module), buffers)
+        own.update({name: get(value) for name, value in self.known.items()})
+        _refill(get_buffers(self.module), {name: get(value) for name, value in self.buffers.items()})
         _refill(get_parameters(self.module), self.parameters)
         for parameter, trained in zip(_list_present(self.parameters), self.trained, strict=True):
             if parameter.requires_grad != trained:
@@ -224,9 +218,7 @@ class Remembered:
             tensor.data.copy_(value)
         for part in self._parts:
             if not part.is_unchanged():
-                part.set(
-                    *({name: item.restore() for name, item in kind.items()} for kind in (part.known, part.buffers))
-                )
+                part.set(_Known.restore)
 
     def list_written(self) -> list[str]:
         """Return the names of buffers, and of attributes with tensors, that were written to since then."""
@@ -247,12 +239,12 @@ class Remembered:
             (parameter, parameter.requires_grad) for part in changed for parameter in _list_present(part.parameters)
         ]
         for part in changed:
-            part.set(*({name: item.copy() for name, item in kind.items()} for kind in (part.known, part.buffers)))
+            part.set(_Known.copy)
         try:
             yield
         finally:
-            for part, buffers in today:
-                part.set(NONE, buffers)
+            for part in today:
+                part.set(lambda value: value)
             for parameter, trained in flags:
                 if parameter.requires_grad != trained:
                     parameter.requires_grad_(trained)
@@ -298,11 +290,10 @@ def is_scripted(module: nn.Module) -> bool:
     return True
 
 
-def _note_today(module: nn.Module) -> tuple[_Part, dict[str, Any]]:
+def _note_today(module: nn.Module) -> _Part:
     """Record a module for a short exchange, without copies of its contents."""
-    parameters = dict(get_parameters(module))
-    part = _Part(module, dict(vars(module)), NONE, NONE, parameters, [], _read_trained(parameters))
-    return part, dict(get_buffers(module))
+    parameters, buffers = dict(get_parameters(module)), dict(get_buffers(module))
+    return _Part(module, dict(vars(module)), NONE, buffers, parameters, [], _read_trained(parameters))
 
 
 def _list_present(parameters: dict[str, Any]) -> list[Tensor]:

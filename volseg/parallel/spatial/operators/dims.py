@@ -23,7 +23,7 @@ from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 
 @handles("Dims", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", rehearse=False, merged=True)
-@handles("Dims", "unsqueeze", "t", merged=True)
+@handles("Dims", "unsqueeze", "t", "Tensor.T", "Tensor.mT", merged=True)
 def permute(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Move dims, or insert one of extent one; the cut moves along."""
     volume, *rest = args if args else (next(v for v in kwargs.values() if isinstance(v, ShardedVolume)),)
@@ -245,13 +245,3 @@ def unfold(func: Callable, input: Any, dimension: int, size: int, step: int) -> 
     if not isinstance(parts, ShardedVolume):
         return parts.movedim(dim + 1, -1)
     return permute(torch.movedim, (parts, dim + 1, -1), {})
-
-
-@handles("Dims", "Tensor.T", "Tensor.mT", rehearse=False, merged=True)
-def transposed(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Transpose the last two dims; ``T`` is for matrices."""
-    volume = args[0]
-    refuse_if(volume.ndim < 2, "it transposes matrices, and this is a vector: leave it out")
-    if func == Tensor.T.__get__ and volume.ndim > 2:  # type: ignore[attr-defined]
-        refuse("it reverses all dims of what is no matrix: use permute")
-    return permute(torch.transpose, (volume, -2, -1), {})

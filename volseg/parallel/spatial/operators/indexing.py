@@ -1,7 +1,8 @@
 """Read and assign voxels by integers, slices, lists, tensors and masks.
 
 Basic indices apply first, as in torch. Lists, tensors and masks then pick on each slab if they index uncut dims, and
-from the gathered volume if they index a cut dim.
+from the gathered volume if they index a cut dim. An assignment that takes only some planes along the cut is made in the
+gathered volume.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ from volseg.device.torch_internals import tree_map
 from volseg.parallel.spatial.dispatch import Copied
 from volseg.parallel.spatial.gathered import cut_if_thick, run_gathered, say_gathered, whole_of
 from volseg.parallel.spatial.operators.operands import aligned, each_slab
-from volseg.parallel.spatial.operators.slices import assign_across, expanded, is_basic, sliced
+from volseg.parallel.spatial.operators.pointwise import in_place
+from volseg.parallel.spatial.operators.slices import expanded, is_basic, sliced
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
-from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
@@ -131,44 +133,31 @@ def _looked_up(table: Tensor, index: tuple) -> ShardedVolume | Tensor:
 
 @handles("Slices and joins", "Tensor.__setitem__", merged=True)
 def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Assign to integers, slices, lists, tensors and masks; each shard changes its own planes."""
+    """Assign to integers, slices, lists, tensors and masks: slab by slab, or across the cut in the gathered volume."""
     volume, index, value = args
     if not isinstance(volume, ShardedVolume):
         run_gathered(func, args, kwargs)
         return
     index = _as_tuple(index)
     refuse_if(any(entry is None for entry in index), "None is not supported as an index of an assignment")
+    if _is_mask_of_all(volume, index, value):
+        in_place(Tensor.masked_fill_, (volume, index[0], value), {})
+        return
     volume.context.change(volume)
     entries = expanded(_tensors(index, volume), volume.ndim)
-    if _is_masked(volume, entries, value):
-        _assign_masked(volume, entries[0], value)
-    elif _is_local(volume, entries):
+    if _is_local(volume, entries):
         _assign_within(volume, entries, value)
-    elif any(isinstance(entry, Tensor) for entry in entries):
-        # Index tensors may be on another device: move them to the volume's home device.
-        home = volume.context.communicator.home
-        local = tuple(whole_of(i).to(home) if isinstance(i, Tensor) else i for i in entries)
-        _change_gathered(volume, lambda whole: whole.__setitem__(local, whole_of(value)))
-    else:
-        assign_across(volume, entries, value)
+        return
+    # Index tensors may be on another device: move them to the volume's home device.
+    home = volume.context.communicator.home
+    local = tuple(whole_of(i).to(home) if isinstance(i, Tensor) else i for i in entries)
+    _change_gathered(volume, lambda whole: whole.__setitem__(local, whole_of(value)))
 
 
-def _is_masked(volume: ShardedVolume, entries: Sequence[Any], value: Any) -> bool:
-    """Return whether one value is assigned through a mask over the first dims, which include the cut dims."""
-    mask = entries[0]
-    one = not isinstance(value, Tensor) or (value.ndim == 0 and not isinstance(value, ShardedVolume))
-    over = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim > max(volume.dims)
-    return one and over and all(entry == slice(None) for entry in entries[1:])
-
-
-def _assign_masked(volume: ShardedVolume, mask: Tensor, value: Any) -> None:
-    if isinstance(mask, ShardedVolume) and mask.dims == volume.dims:
-        masks = relaid(mask, volume.merged).slabs
-    else:
-        masks = from_whole(whole_of(mask), volume.dims, volume.context, volume.merged).slabs
-    values = volume.context.spread(value) if isinstance(value, Tensor) else [value] * len(masks)
-    for slab, own, constant in zip(volume.slabs, masks, values, strict=True):
-        slab[own] = constant
+def _is_mask_of_all(volume: ShardedVolume, index: tuple, value: Any) -> bool:
+    """Return whether one number is assigned through a mask of the volume's shape."""
+    mask, fits = index[0], isinstance(value, int | float) and volume.dtype.is_floating_point
+    return fits and isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == volume.shape
 
 
 def _is_local(volume: ShardedVolume, entries: Sequence[Any]) -> bool:

@@ -1,7 +1,7 @@
 """Max and average pooling (overlapping, padded, ``ceil_mode``) and their adaptive forms."""
 
-from collections.abc import Callable, Sequence
-from math import inf, prod
+from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
@@ -9,18 +9,10 @@ from torch import Tensor
 
 from volseg.device import fusions, upsample2x
 from volseg.device.first_order import LinearMap
-from volseg.parallel.spatial.gathered import say_gathered
-from volseg.parallel.spatial.operators.operands import each_sample, per_dim, spatial_only
-from volseg.parallel.spatial.operators.planes import (
-    AxisPlan,
-    LocalWindow,
-    convolution_plans,
-    outside_cut,
-    sharded_windows,
-)
+from volseg.parallel.spatial.gathered import cut_if_thick, say_gathered
+from volseg.parallel.spatial.operators.operands import each_sample, each_slab, per_dim, spatial_only
+from volseg.parallel.spatial.operators.planes import LocalWindow, convolution_plans, outside_cut, sharded_windows
 from volseg.parallel.spatial.operators.reductions import over_dims
-from volseg.parallel.spatial.plan.shards import can_split
-from volseg.parallel.spatial.plan.windows import AdaptivePool
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume
 
@@ -124,78 +116,28 @@ def _counted(kernel: int, stride: int, padding: int, size: int, window: LocalWin
 @handles("Pooling", "F.adaptive_avg_pool1d", "F.adaptive_avg_pool2d", "F.adaptive_avg_pool3d", samples=each_sample)
 @handles("Pooling", "F.adaptive_max_pool1d", "F.adaptive_max_pool2d", "F.adaptive_max_pool3d", samples=each_sample)
 def adaptive_pool(func: Callable, input: Any, output_size: Any) -> Any:
-    """Pool to a given number of planes; to one plane it is a reduction over the volume."""
+    """Pool to one plane along the cut by slabs, and then over the shards; to several planes in the gathered volume."""
     volume, count = input, _spatial(func)
     refuse_if(not spatial_only(volume, count), "the volume must be cut along spatial dims")
     first = volume.ndim - count
-    outputs = per_dim(output_size, count)
-    outputs = [volume.shape[first + i] if n is None else n for i, n in enumerate(outputs)]
+    outputs = [volume.shape[first + i] if n is None else n for i, n in enumerate(per_dim(output_size, count))]
     cut = [dim - first for dim in volume.dims]
-    kind = "mean" if "avg" in func.__name__ else "amax"
-    if kind == "mean" and all(outputs[i] == 1 for i in cut):
-        # Pooling along the cut and pooling within the slabs commute.
-        within = [volume.shape[dim] for dim in range(first, volume.ndim)]
-        if any(outputs[i] != within[i] for i in range(count) if i not in cut):
-            partial = [outputs[i] if i not in cut else None for i in range(count)]
-            slabs = [func(slab, partial) for slab in volume.slabs]
-            shape = [*volume.shape[:first], *(within[i] if i in cut else outputs[i] for i in range(count))]
-            volume = ShardedVolume(slabs, volume.dims, shape, volume.context)
-        return over_dims(kind, volume, list(volume.dims), keepdim=True)
-    if all(outputs[i] == 1 for i in cut):
-        return _first_largest(func, volume, outputs)
-    own = [1 if i in cut else n for i, n in enumerate(outputs)]
-    plans = [AxisPlan(AdaptivePool(n, outputs[i]), outputs[i]) for i, n in zip(cut, volume.sizes, strict=True)]
-    grid = volume.context.communicator.grid
-    if not all(can_split(plan.outputs, shards) for plan, shards in zip(plans, grid, strict=True)):
+    if any(outputs[i] != 1 for i in cut) or ("max" in func.__name__ and cut != [0]):
+        if volume.context.communicator.num_shards == 1:
+            return each_slab(func, volume, outputs)
         say_gathered(volume, f"calls {func.__name__} with")
-        return func(volume.full_tensor(), outputs)
-
-    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
-        return _pool_boxes(func, slab, list(zip(volume.dims, plans, windows, strict=True)), own)
-
-    return sharded_windows(volume, plans, local, lambda tensor: func(tensor, outputs))
-
-
-def _first_largest(func: Callable, volume: ShardedVolume, outputs: list[int]) -> Tensor:
-    """Pool the slabs, then take the largest over the shards; among equal voxels the first, as in torch."""
-    communicator, first = volume.context.communicator, volume.ndim - len(outputs)
-    owned = communicator.owned(volume.sizes)
-    values, numbers = [], []
-    for slab, spans_ in zip(volume.slabs, owned, strict=True):
-        value, index = func(slab, outputs, return_indices=True)
-        number = torch.zeros_like(index)
-        # Convert a voxel's flat index in its slab to its flat index in the volume.
-        for dim in range(volume.ndim - 1, first - 1, -1):
-            start = dict(zip(volume.dims, (span[0] for span in spans_), strict=True)).get(dim, 0)
-            number += (index % slab.shape[dim] + start) * prod(volume.shape[dim + 1 :])
-            index = index // slab.shape[dim]
-        values.append(value)
-        numbers.append(number)
-    whole = communicator.collect(values)
-    with torch.no_grad():
-        places = communicator.collect(numbers)
-        largest = whole.amax(0, keepdim=True)
-        behind = places.masked_fill((whole != largest) & ~whole.isnan(), torch.iinfo(torch.int64).max)
-        chosen = behind.argmin(0, keepdim=True)
-    return whole.gather(0, chosen)[0]
-
-
-def _pool_boxes(
-    func: Callable, slab: Tensor, cuts: Sequence[tuple[int, AxisPlan, LocalWindow]], outputs: list[int]
-) -> Tensor:
-    """Pool plane by plane along the cut dims, whose intervals need not start at the slab's first plane.
-
-    Each interval is pooled along all dims at once: among equal voxels torch takes the first in memory order, and
-    pooling one dim after another would miss it.
-    """
-    if not cuts:
-        return func(slab, outputs)
-    (dim, plan, window), *others = cuts
-    planes = []
-    for plane in range(*window.output):
-        start, stop = plan.window.need(plane, plane + 1)
-        planes.append(_pool_boxes(func, slab.narrow(dim, start - window.span[0], stop - start), others, outputs))
-    return torch.cat(planes, dim)
+        return cut_if_thick(func(volume.full_tensor(), outputs), volume)
+    if "max" in func.__name__:
+        # Of equal voxels the first in memory, as in torch: it is on the first of their shards.
+        return volume.context.communicator.collect([func(slab, outputs) for slab in volume.slabs]).max(0).values
+    # Pooling along the cut and pooling within the slabs commute.
+    within = [volume.shape[dim] for dim in range(first, volume.ndim)]
+    if any(outputs[i] != within[i] for i in range(count) if i not in cut):
+        partial = [outputs[i] if i not in cut else None for i in range(count)]
+        slabs = [func(slab, partial) for slab in volume.slabs]
+        shape = [*volume.shape[:first], *(within[i] if i in cut else outputs[i] for i in range(count))]
+        volume = ShardedVolume(slabs, volume.dims, shape, volume.context)
+    return over_dims("mean", volume, list(volume.dims), keepdim=True)
 
 
 def _spatial(func: Callable) -> int:

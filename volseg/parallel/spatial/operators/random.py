@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from volseg.device.gpus import get_host_readable_device, host_values, is_recording
+from volseg.device.torch_internals import with_overrides
 from volseg.parallel.spatial.operators.operands import aligned
 from volseg.parallel.spatial.operators.pointwise import in_place, pointwise
 from volseg.parallel.spatial.signatures import bind
@@ -102,18 +103,14 @@ def rrelu(func: Callable, given: Any) -> Any:
     _refuse_generator(getattr(given, "generator", None))
     volume, lower, upper = given.input, given.lower, given.upper
     inplace = getattr(given, "inplace", False) or func.__name__.endswith("_")
-    if not given.training and inplace:
-        return in_place(torch.rrelu_, (volume, lower, upper), {})
     if not given.training:
-        return pointwise(torch.rrelu, (volume, lower, upper), {})
-    if inplace:
-        volume.context.change(volume)
-    results = []
-    for slab, own in zip(volume.slabs, generators(volume), strict=True):
-        slopes = torch.empty_like(slab, requires_grad=False).uniform_(lower, upper, generator=own)
-        factors = torch.where(slab <= 0, slopes, 1.0)
-        results.append(slab.mul_(factors) if inplace else slab * factors)
-    return volume if inplace else wrap(volume, results)
+        return (in_place if inplace else pointwise)(
+            torch.rrelu_ if inplace else torch.rrelu, (volume, lower, upper), {}
+        )
+    with with_overrides():
+        slopes = torch.empty_like(volume, requires_grad=False).uniform_(lower, upper)
+        factors = torch.where(volume <= 0, slopes, 1.0)
+        return volume.mul_(factors) if inplace else volume * factors
 
 
 def _refuse_generator(generator: torch.Generator | None) -> None:

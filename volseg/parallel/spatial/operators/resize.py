@@ -46,12 +46,12 @@ def interpolate(func: Callable, settings: Any) -> Any:
     sizes = _sizes(volume, given, count)
     scales = _given_scales(given, count)
     corners = bool(given["align_corners"])
-    if _is_doubled(volume, mode, sizes, _given_scales(given, count), corners):
+    if _is_doubled(volume, mode, sizes, scales, corners):
         return _double_in_own_type(volume, mode)
-    # If the number of planes does not change, torch copies them, whatever factor was given: on a CPU along each dim by
-    # itself (compute_source_index_and_lambda in UpSampleKernel.cpp), on a GPU only if no dim changes.
-    copies = [volume.shape[2 + i] == sizes[i] for i in range(count)]
-    copies = copies if volume.device.type == "cpu" else [all(copies)] * count
+    same = [volume.shape[2 + i] == sizes[i] for i in range(count)]
+    moves = [same[i] and scales[i] not in (None, 1.0) and not corners for i in range(count)]
+    if any(moves) and volume.context.communicator.num_shards > 1:
+        refuse("the factor leaves the number of planes of a dim as it is, and torch may move them: pass size=")
     plans = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
         i = dim - 2
@@ -61,22 +61,13 @@ def interpolate(func: Callable, settings: Any) -> Any:
                 refuse(f"torch's gradient of {size} to {sizes[i]} planes ({mode}) goes to other planes than it reads")
             plans.append(AxisPlan(ChosenPlanes(planes), sizes[i]))
         else:
-            plans.append(AxisPlan(Resize(size, sizes[i], scales[i], corners, copies[i]), sizes[i]))
+            plans.append(AxisPlan(Resize(size, sizes[i], scales[i], corners), sizes[i]))
     cut = {dim - 2 for dim in volume.dims}
-    same = [volume.shape[2 + i] == sizes[i] for i in range(count)]
-    # In nearest modes and on a GPU the factor has an effect even if the number of planes does not change.
-    exact = [corners or scales[i] in (None, 1.0) for i in range(count)]
-    unchanged = [same[i] and (exact[i] or (copies[i] and mode not in NEAREST)) for i in range(count)]
-    uncut = [i for i in range(count) if i not in cut]
-    if mode not in NEAREST and all(same[i] for i in uncut) and not all(unchanged[i] for i in uncut):
-        refuse("along the dims that are not cut, the factor moves planes whose number stays")  # alone, they are copied
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
         for dim, plan, window in zip(volume.dims, plans, windows, strict=True):
             slab = _blend(slab, dim, plan.window, window)  # type: ignore[arg-type]
-        if all(i in cut or unchanged[i] for i in range(count)):
-            return slab
-        return _within(slab, sizes, scales, cut, given)
+        return slab if all(i in cut or same[i] for i in range(count)) else _within(slab, sizes, scales, cut, given)
 
     def whole(tensor: Tensor) -> Tensor:
         return F.interpolate(tensor, **given)

@@ -1,4 +1,4 @@
-"""Slices and joins: read and assign planes of a volume by index or range; concatenate and stack volumes.
+"""Slices and joins: read planes of a volume by index or range; concatenate and stack volumes.
 
 Along the cut the slabs are rebalanced. Parts that are whole, or have another cut, are first cut like the first volume.
 """
@@ -153,41 +153,6 @@ def split(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         result.append(take_planes(volume, dim, start, part.shape[dim]))
         start += part.shape[dim]
     return tuple(result)
-
-
-def assign_across(volume: ShardedVolume, entries: list[Any], value: Any) -> None:
-    """Assign to integers and slices, also along the cut: each shard takes its own planes of the gathered value.
-
-    A shard without such planes assigns an empty range: it counts the change, and takes part in the value's backward
-    pass, for which the other shards wait.
-    """
-    context = volume.context
-    # Integers become slices of one plane, so that dims keep their places.
-    slices = [slice(e, e + 1 or None) if isinstance(e, int) else e for e in entries]
-    ranges = [range(*entry.indices(size)) for entry, size in zip(slices, volume.shape, strict=True)]
-    if isinstance(value, Tensor):
-        whole = whole_of(value).to(context.communicator.home)
-        target = [len(r) for r, e in zip(ranges, entries, strict=True) if not isinstance(e, int)]
-        while whole.ndim > len(target):  # torch drops leading dims of extent one
-            whole = whole.squeeze(0)
-        whole = whole.expand(target)
-        for dim, entry in enumerate(entries):
-            if isinstance(entry, int):
-                whole = whole.unsqueeze(dim)
-        values = context.spread(whole)
-    else:
-        values = [value] * len(volume.slabs)
-    for slab, own, spans_ in zip(volume.slabs, values, volume.owned(), strict=True):
-        local = list(slices)
-        part = own
-        for dim, (start, stop) in zip(volume.dims, spans_, strict=True):
-            planes = ranges[dim]
-            chosen = [n for n, plane in enumerate(planes) if start <= plane < stop] or range(0)
-            first, last = (planes[chosen[0]], planes[chosen[-1]] + 1) if chosen else (start, start)
-            local[dim] = slice(first - start, last - start, planes.step)
-            if isinstance(part, Tensor):
-                part = part.narrow(dim, chosen[0] if chosen else 0, len(chosen))
-        slab[tuple(local)] = part
 
 
 @handles("Slices and joins", "cat", "concat", "concatenate", merged=True, rounded=True)

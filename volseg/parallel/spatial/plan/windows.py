@@ -104,36 +104,20 @@ class Strided(Window):
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptivePool(Window):
-    """Adaptive pooling of ``size`` planes to ``outputs``."""
-
-    size: int
-    outputs: int
-
-    def need(self, start: int, stop: int) -> Span:
-        """Return the union of the pooled intervals."""
-        return start * self.size // self.outputs, -((-stop * self.size) // self.outputs)
-
-
-@dataclass(frozen=True, slots=True)
 class Resize(Window):
     """Linear interpolation of ``size`` planes to ``outputs``.
 
     ``scale`` is the user's ``scale_factor`` if torch computes coordinates from it, otherwise None for the ratio of the
-    sizes. Coordinates follow torch's ``area_pixel_compute_source_index``. ``copied`` is True if torch copies the
-    planes, for any ``scale``, because their number stays the same.
+    sizes. Coordinates follow torch's ``area_pixel_compute_source_index``.
     """
 
     size: int
     outputs: int
     scale: float | None = None
     align_corners: bool = False
-    copied: bool = False
 
     def source(self, plane: int) -> tuple[int, int, float]:
         """Return the two input planes that an output plane blends and the weight of the second."""
-        if self.copied:
-            return plane, plane, 0.0
         if self.align_corners:
             position = plane * (self.size - 1) / (self.outputs - 1) if self.outputs > 1 else 0.0
         else:
