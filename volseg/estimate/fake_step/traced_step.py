@@ -15,7 +15,6 @@ References
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from volseg.device.fake_internals import FakeTensorMode
 from volseg.device.gpus import current_gpu_stream, get_capability, get_tensor_device, is_gpu
 from volseg.device.torch_internals import count_references, find_backward_pass, get_storage_key
 from volseg.errors import OutOfMemoryError
-from volseg.estimate.fake_step.operator_cache import Known
 from volseg.estimate.operator_work import describe_kernel, describe_noted, list_tensors
 from volseg.estimate.trace import Allocate, Event, Free, KernelRun, Mark, Sent, StepTrace, Used
 
@@ -234,21 +232,14 @@ class TracedStep(GpuObserver):
             self._put(number, Free(block))
         return number
 
-    def note_operator(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, known: Known | None = None
-    ) -> None:
-        """Record an operator of torch on the device of its result; ``known`` caches its kernel."""
-        if known is not None and known.work is not None:
-            home, run = known.work
-        else:
-            tensors = list_tensors((args, kwargs))
-            home = find_gpu(list_tensors(out)) or find_gpu(tensors)
-            run = None if home is None else describe_kernel(function, args, kwargs, tensors, out, 0)
-            if known is not None:  # both follow from the key of `OperatorCache`
-                known.work = home, run
-        if home is not None and run is not None:
-            stream = current_gpu_stream(home).number
-            self._note_run(self._number(home), run if run.stream == stream else replace(run, stream=stream))
+    def note_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Record an operator of torch on the device of its result."""
+        tensors = list_tensors((args, kwargs))
+        home = find_gpu(list_tensors(out)) or find_gpu(tensors)
+        if home is not None:
+            run = describe_kernel(function, args, kwargs, tensors, out, current_gpu_stream(home).number)
+            if run is not None:
+                self._note_run(self._number(home), run)
 
     def note_product(self, device: torch.device) -> None:
         """Record the workspace that the first matrix product of a thread and a stream allocates for good."""
