@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from volseg.errors import ParallelError
 from volseg.estimate.allocator import has_expandable_segments
@@ -221,21 +221,6 @@ def _find_volumes(
     planned: Planned, candidate: Candidate, aspects: Sequence[Sides], voxels: int | None = None
 ) -> list[Largest | None]:
     """Return the largest volume of each aspect that a candidate can train on; the search starts at ``voxels``."""
-    divisors = planned.divisors
-    longest = max(range(3), key=lambda axis: (aspects[0][axis], divisors[axis]))
-    # The search starts at this many voxels, by default those of the step's own volume, in the first aspect.
-    count = math.prod(planned.work.sides) if voxels is None else voxels
-    side = (count * max(aspects[0]) ** 3 / math.prod(aspects[0])) ** (1 / 3)
-    first = max(1, int(side / divisors[longest] + 0.01))  # a size that does not fit hints less at the next size
-    known: dict[int, Any] = {}
-    return [
-        find_largest(
-            lambda sides: planned.need(candidate, sides),
-            planned.machine.gpu_bytes,
-            aspect,
-            divisors,
-            first=first,
-            known=known,
-        )
-        for aspect in aspects
-    ]
+    first, known = math.prod(planned.work.sides) if voxels is None else voxels, dict[int, float]()
+    need, capacity = partial(planned.need, candidate), planned.machine.gpu_bytes
+    return [find_largest(need, capacity, aspect, planned.divisors, voxels=first, known=known) for aspect in aspects]
