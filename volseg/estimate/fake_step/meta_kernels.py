@@ -9,6 +9,7 @@ is not in aten.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from volseg.device.fake_internals import FakeTensor, FakeTensorMode, make_like_fake
 from volseg.device.torch_internals import get_schema, without_dispatch, without_overrides
-from volseg.estimate.operator_work import by_operator
 
 UNFIT_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 
@@ -93,7 +93,7 @@ class MetaKernels:
         return make_like_fake(like, memory)
 
 
-@by_operator
+@cache
 def _suits(function: Any) -> bool:
     """Return whether an operator only reads and writes its arguments, and needs no values for its results' sizes."""
     writes_out = any(each.is_out for each in get_schema(function).arguments)

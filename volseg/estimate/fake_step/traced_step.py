@@ -121,7 +121,6 @@ class TracedStep(GpuObserver):
         self._events: list[list[Event]] = [[] for _ in self.devices]
         self._held: dict[int, tuple[int, int, int, int]] = {}
         """Device, size, block and stream of each storage, by the storage's key."""
-        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blocks = 0
         self._checked: set[int] = set()
         self._multiplied: set[tuple[torch.device, int, bool]] = set()
@@ -191,8 +190,7 @@ class TracedStep(GpuObserver):
         if key in self._held:
             return
         self._take(key, self._number(device), storage.nbytes(), device)
-        # Does what `weakref.finalize` does in half its time: a step creates thousands of storages.
-        self._watched[key] = weakref.ref(storage, lambda _: self._let_go(key))
+        weakref.finalize(storage, self._give_back, key).atexit = False
 
     def on_resized(self, tensor: Tensor) -> None:
         """Record that a tensor's memory was freed, or allocated again."""
@@ -219,10 +217,6 @@ class TracedStep(GpuObserver):
     def _is_in_order(self) -> bool:
         """Return whether tensors would be alive together on real GPUs too: in backward, each device has a thread."""
         return not self._is_recorded and (len(self.devices) == 1 or find_backward_pass() == -1)
-
-    def _let_go(self, key: int) -> None:
-        del self._watched[key]
-        self._give_back(key)
 
     def _give_back(self, key: int) -> int:
         self._checked.discard(key)

@@ -36,17 +36,13 @@ from volseg.estimate.fake_step.gpu_autocast import casting_like_gpus
 from volseg.estimate.fake_step.gpu_operators import GPU_OPERATORS, WITH_RESULT, composing_like_gpus
 from volseg.estimate.fake_step.meta_kernels import MetaKernels
 from volseg.estimate.fake_step.traced_step import IN_PLACE, TracedStep, find_gpu
-from volseg.estimate.operator_work import by_operator, list_tensors
+from volseg.estimate.operator_work import list_tensors
 from volseg.estimate.trace import KernelRun
 
 __all__ = ["TracedStep", "explaining_refusals", "shorten", "tracing"]
 
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default})
-
-find_handler = by_operator(GPU_OPERATORS.get)
-has_form_in_place = by_operator(IN_PLACE.__contains__)
-multiplies = by_operator(PRODUCTS.__contains__)
 
 FIND_DEVICE = torch.ops.prim.device.default
 
@@ -109,21 +105,21 @@ class _Noting(TorchDispatchMode):
         if func is FIND_DEVICE:  # called more often than all other operators together
             return get_tensor_device(args[0])
         kwargs = kwargs or {}
-        handler = find_handler(func)
+        handler = GPU_OPERATORS.get(func)
         if handler is not None and find_gpu(list_tensors(args)) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
         if func is read_value:
             value = 0.0 if self.followed.is_checked(args[0]) else self.values.read(args[0])
             if value is not None:
                 return value
-        if has_form_in_place(func):
+        if func in IN_PLACE:
             func = self.followed.in_place.replace(func, args)
         out = self.kernels.run(func, args, kwargs)
         self.values.note(func, args, kwargs, out)
         if type(out) is FakeTensor or isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
-            if multiplies(func):
+            if func in PRODUCTS:
                 self.followed.note_product(out.device)
         elif isinstance(out, list | tuple):
             for tensor in list_tensors(out):
