@@ -1,4 +1,4 @@
-"""Results that are remembered, against torch's own."""
+"""Results of operators on fake tensors, against torch's own."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -9,12 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.following import count_kernels, follow, pick
-from volseg.device.gpus import make_stream, on_stream
 from volseg.device.torch_internals import TorchDispatchMode, get_storage_key, list_autocast_operators
 from volseg.errors import FollowError
-from volseg.estimate.fake_step import operator_cache
 from volseg.estimate.fake_step.gpu_autocast import BANNED, FLOAT32, FLOAT32_RESULT, HALF, WIDEST
-from volseg.estimate.fake_step.operator_cache import OperatorCache
+from volseg.estimate.fake_step.meta_kernels import MetaKernels
 from volseg.estimate.fake_step.tracing import TracedStep, tracing
 from volseg.estimate.gpu_kinds import find_kind
 from volseg.estimate.trace import Allocate, Free, Mark
@@ -22,24 +20,17 @@ from volseg.estimate.trace import Allocate, Free, Mark
 GPU = find_kind("v100-16")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_remembered(monkeypatch):
-    monkeypatch.setattr(operator_cache, "_known", {})
-
-
 class Compared(TorchDispatchMode):
-    """Ask for each operator's result three times: torch, who remembers it, and who has remembered it."""
+    """Ask for each operator's result twice: the mode of fake tensors, and the meta device."""
 
-    def __init__(self, known):
+    def __init__(self, kernels):
         super().__init__()
-        self.known, self.names = known, set()
+        self.kernels, self.names = kernels, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         plain = func(*args, **kwargs)
-        self.known.run(func, args, kwargs)
-        again = self.known.run(func, args, kwargs)
-        assert describe(again, args) == describe(plain, args), func
+        assert describe(self.kernels.run(func, args, kwargs), args) == describe(plain, args), func
         self.names.add(func.overloadpacket.__name__)
         return plain
 
@@ -100,11 +91,14 @@ def run_many(device):
         F.elu(weight.t() * weight.sum(0)[:, None]).to(torch.float16).sum().backward()
 
 
-def test_results_that_are_remembered_are_those_of_torch():
-    with tracing(GPU) as followed, Compared(OperatorCache(followed.mode)) as compared:
+def test_results_of_the_meta_device_are_those_of_torch(monkeypatch):
+    found = []
+    run = MetaKernels._run_on_meta
+    monkeypatch.setattr(MetaKernels, "_run_on_meta", lambda *given: found.append(run(*given)) or found[-1])
+    with tracing(GPU) as followed, Compared(MetaKernels(followed.mode)) as compared:
         run_many(followed.devices[0])
     assert len(compared.names) > 20
-    assert len(operator_cache._known) > 20, "or nothing was remembered"
+    assert sum(one is not NotImplemented for one in found) > 100
 
 
 def test_a_view_has_the_strides_of_a_real_tensor():
@@ -133,34 +127,13 @@ def train(followed):
         optimizer.zero_grad()
 
 
-def test_a_step_asks_for_the_same_whether_results_are_remembered_or_not(monkeypatch):
-    (first,), (again,) = follow(train, gpu=GPU), follow(train, gpu=GPU)
-    monkeypatch.setattr(OperatorCache, "find", lambda self, function, args, kwargs: (function(*args, **kwargs), None))
+def test_a_step_asks_for_the_same_without_the_meta_device(monkeypatch):
+    (ours,) = follow(train, gpu=GPU)
+    monkeypatch.setattr(MetaKernels, "run", lambda self, function, args, kwargs: function(*args, **kwargs))
     (plain,) = follow(train, gpu=GPU)
     # What goes at a time goes in any order.
-    requests = [[event for event in trace.events if not isinstance(event, Free)] for trace in (first, again, plain)]
-    assert requests[0] == requests[1] == requests[2]
-
-
-def test_kernels_that_are_remembered_run_on_the_stream_of_the_day():
-    with tracing(GPU) as followed:
-        device = followed.devices[0]
-        x = torch.ones(8, device=device)
-        side = make_stream(device)
-        x.mul(2)
-        with on_stream(side):
-            x.mul(2)
-        x.mul(2)
-    (trace,) = followed.traces()
-    assert [event.stream for event in trace.events if getattr(event, "name", "") == "aten.mul"] == [0, side.number, 0]
-
-
-@pytest.mark.parametrize("most", [0, 3])
-def test_no_more_is_remembered_than_there_is_room_for(monkeypatch, most):
-    monkeypatch.setattr(operator_cache, "MOST", most)
-    with tracing(GPU) as followed:
-        run_many(followed.devices[0])
-    assert len(operator_cache._known) <= max(most, 1)
+    requests = [[event for event in trace.events if not isinstance(event, Free)] for trace in (ours, plain)]
+    assert requests[0] == requests[1]
 
 
 # What is made of numbers alone has values where tensors have none.

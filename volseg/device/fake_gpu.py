@@ -147,6 +147,10 @@ class FakeGpus:
     """Name of the memory pool of the traced recording; empty without a recording."""
     kept: dict[Any, Any] = field(default_factory=dict)
     """Objects that belong to the fake GPUs, and end with them."""
+    num_streams: int = 0
+    """Number of streams besides the default ones."""
+    streams: dict[torch.device, Any] = field(default_factory=dict)
+    """Current streams."""
     thread: int = field(default_factory=get_ident)
 
 

@@ -8,7 +8,7 @@ the stream that the block belongs to.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
@@ -205,43 +205,21 @@ class FakeStream:
         return object()
 
 
-@dataclass(eq=False)
-class _Streams:
-    """Streams of one trace."""
-
-    made: int = 0
-    current: dict[torch.device, FakeStream] = field(default_factory=dict)
-
-
-_NONE: dict[Any, Any] = {}
-
-
-def _get_streams() -> _Streams | None:
-    """Return the streams of the trace that runs in this thread; None on real GPUs."""
-    kept = get_device_cache(_NONE)
-    if kept is _NONE:
-        return None
-    if _Streams not in kept:
-        kept[_Streams] = _Streams()
-    found: _Streams = kept[_Streams]
-    return found
-
-
 def make_stream(device: torch.device) -> Any:
     """Return a new stream of a GPU: ``torch.cuda.Stream``."""
-    streams = _get_streams()
-    if streams is None:
+    fake = get_fake()
+    if fake is None:
         return torch.cuda.Stream(device)
-    streams.made += 1
-    return FakeStream(device, streams.made)
+    fake.num_streams += 1
+    return FakeStream(device, fake.num_streams)
 
 
 def current_gpu_stream(device: torch.device) -> Any:
     """Return the current stream of a GPU."""
-    streams = _get_streams()
-    if streams is None:
+    fake = get_fake()
+    if fake is None:
         return torch.cuda.current_stream(device)
-    return streams.current.get(device) or streams.current.setdefault(device, FakeStream(device, 0))
+    return fake.streams.get(device) or fake.streams.setdefault(device, FakeStream(device, 0))
 
 
 def note_use(tensor: Tensor, stream: Any) -> None:
@@ -259,14 +237,14 @@ def on_stream(stream: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _on_fake_stream(stream: FakeStream) -> Iterator[None]:
-    streams = _get_streams()
-    assert streams is not None
+    fake = get_fake()
+    assert fake is not None
     before = current_gpu_stream(stream.device)
-    streams.current[stream.device] = stream
+    fake.streams[stream.device] = stream
     try:
         yield
     finally:
-        streams.current[stream.device] = before
+        fake.streams[stream.device] = before
 
 
 class MemoryPool:

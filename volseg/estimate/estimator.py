@@ -12,7 +12,7 @@ from volseg.estimate.candidate import Candidate, Estimate, Freedom, Work
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.fake_step.tracing import shorten
 from volseg.estimate.instances import Machine
-from volseg.estimate.largest_volume import Need, Sides
+from volseg.estimate.largest_volume import Sides
 from volseg.estimate.search import GIB, judge
 from volseg.estimate.step_memory import estimate_cuda_overhead, estimate_least_cuda_overhead, estimate_memory_use
 from volseg.estimate.step_time import estimate_times
@@ -152,18 +152,17 @@ class Planned:
             host_forward_seconds=times.host_forward,
         )
 
-    def need(self, candidate: Candidate, sides: Sides) -> Need | None:
-        """Return the memory of a candidate on volumes of other sides, or None if it cannot run on them."""
+    def need(self, candidate: Candidate, sides: Sides) -> float | None:
+        """Return the bytes of the fullest GPU on volumes of other sides; None if the candidate cannot run on them.
+
+        They are infinite if the trace stopped early because the candidate does not fit.
+        """
         assert self.resize is not None
         work, reserve = self.resize(sides)
-        most = self.machine.gpu_bytes
         forecast = replace(self, work=work, reserve=reserve).follow(candidate, to_end=False)
         if forecast.more_than is not None:
-            return Need(total=most + 1, held=None)
-        if forecast.memory is None:
-            return None
-        beside = forecast.memory.outside + reserve
-        return Need(total=forecast.memory.reserved + beside, held=forecast.memory.used + beside)
+            return math.inf
+        return None if forecast.memory is None else forecast.needed + reserve
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Count the operations and the bytes of an operator: torch's operators, and volseg's kernels."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,6 @@ from volseg.device.layout import layout_of
 from volseg.device.torch_internals import get_schema
 from volseg.estimate.roofline import LAID_OUT_ANEW, TURNED_ROUND
 from volseg.estimate.trace import KernelRun
-
-Found = TypeVar("Found")
 
 SILENT = {
     "empty",
@@ -34,19 +33,6 @@ SILENT = {
 
 FILLING = {"new_full", "new_ones", "new_zeros", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like"}
 """Operators that do not read their tensor: it only sets the shape and the type of the result."""
-
-
-def by_operator(find: Callable[[Any], Found]) -> Callable[[Any], Found]:
-    """Cache a function of an operator by the operator's ``id``: its hash runs torch's Python code, which is slower."""
-    known: dict[int, tuple[Any, Found]] = {}
-
-    def ask(operator: Any) -> Found:
-        found = known.get(id(operator))
-        if found is None:
-            found = known[id(operator)] = operator, find(operator)  # the reference keeps the id unique
-        return found[1]
-
-    return ask
 
 
 def describe_kernel(
@@ -140,7 +126,7 @@ def _is_tensor(value: Any) -> bool:
     return _kinds.setdefault(kind, issubclass(kind, Tensor)) if known is None else known
 
 
-@by_operator
+@cache
 def _starts_kernel(function: Any) -> bool:
     if function.namespace not in ("aten", "volseg") or function.overloadpacket.__name__ in SILENT:
         return False

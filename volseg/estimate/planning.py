@@ -1,9 +1,9 @@
 """Find what fits on a machine and what is fastest there: estimate the candidates, and choose one."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from volseg.errors import ParallelError
 from volseg.estimate.allocator import has_expandable_segments
@@ -193,49 +193,17 @@ def list_largest(planned: Planned, *, forks: bool = False) -> list[tuple[Candida
     candidates = [way for each in chosen for way in (each, *relieve(each, free)[-1:])]
     d, h, w = work.sides
     aspects: tuple[Sides, ...] = ((1, 1, 1), (d, h, w)) if len({d, h, w}) > 1 else ((d, h, w),)
-    found: dict[Candidate, list[Largest | None]] = {}
     with ForkedWorkers(planned, forks=forks) as workers:
-        # One GPU is traced fastest, and hints at the size that several GPUs hold.
-        for several in ([each for each in candidates if (each.num_gpus == 1) is alone] for alone in (True, False)):
-            hints = {each: _guess_voxels(each, found) for each in several}
-            for each in sorted(several, key=lambda each: (-each.pipeline, -each.spatial)):  # longest first
-                workers.begin(_find_volumes, each, aspects, hints[each])
-            found |= {each: workers.ask(_find_volumes, each, aspects, hints[each]) for each in several}
+        for each in sorted(candidates, key=lambda each: (-each.pipeline, -each.spatial)):  # longest first
+            workers.begin(_find_volumes, each, aspects)
+        found = {each: workers.ask(_find_volumes, each, aspects) for each in candidates}
     return [
         (each, aspect, largest) for each in candidates for aspect, largest in zip(aspects, found[each], strict=True)
     ]
 
 
-def _guess_voxels(candidate: Candidate, found: Mapping[Candidate, Sequence[Largest | None]]) -> int | None:
-    """Guess a candidate's voxels: its GPUs times the voxels of one GPU, if known with the same recomputation."""
-    known = {
-        each: max(math.prod(one.sides) for one in largest if one) for each, largest in found.items() if any(largest)
-    }
-    alike = [voxels for each, voxels in known.items() if each.checkpoint == candidate.checkpoint] or list(
-        known.values()
-    )
-    return max(alike) * candidate.num_gpus if alike else None
-
-
-def _find_volumes(
-    planned: Planned, candidate: Candidate, aspects: Sequence[Sides], voxels: int | None = None
-) -> list[Largest | None]:
-    """Return the largest volume of each aspect that a candidate can train on; the search starts at ``voxels``."""
-    divisors = planned.divisors
-    longest = max(range(3), key=lambda axis: (aspects[0][axis], divisors[axis]))
-    # The search starts at this many voxels, by default those of the step's own volume, in the first aspect.
-    count = math.prod(planned.work.sides) if voxels is None else voxels
-    side = (count * max(aspects[0]) ** 3 / math.prod(aspects[0])) ** (1 / 3)
-    first = max(1, int(side / divisors[longest] + 0.01))  # a size that does not fit hints less at the next size
-    known: dict[int, Any] = {}
-    return [
-        find_largest(
-            lambda sides: planned.need(candidate, sides),
-            planned.machine.gpu_bytes,
-            aspect,
-            divisors,
-            first=first,
-            known=known,
-        )
-        for aspect in aspects
-    ]
+def _find_volumes(planned: Planned, candidate: Candidate, aspects: Sequence[Sides]) -> list[Largest | None]:
+    """Return the largest volume of each aspect that a candidate can train on."""
+    need, capacity, known = partial(planned.need, candidate), planned.machine.gpu_bytes, dict[int, float]()
+    voxels = math.prod(planned.work.sides)
+    return [find_largest(need, capacity, aspect, planned.divisors, voxels=voxels, known=known) for aspect in aspects]

@@ -9,6 +9,7 @@ Torch does the same for single numbers (``FakeTensor.constant``), as long as the
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from volseg.device.fake_internals import FakeTensor
 from volseg.device.torch_internals import get_schema, get_storage_key, without_dispatch
-from volseg.estimate.operator_work import by_operator, list_tensors
+from volseg.estimate.operator_work import list_tensors
 
 aten = torch.ops.aten
 
@@ -48,8 +49,6 @@ class ConstantValues:
 
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
-        self._memory: set[int] = set()
-        """Keys of the storages of all tensors that were ever known; most writes touch none of them."""
 
     def read(self, tensor: Tensor) -> Any:
         """Return the value of a tensor of one element, or None if it is unknown."""
@@ -79,8 +78,6 @@ class ConstantValues:
     def _forget(self, tensors: Sequence[Tensor]) -> None:
         """Drop the values of tensors that may have changed, and of all tensors that share their memory."""
         changed = {get_storage_key(tensor.untyped_storage()) for tensor in tensors if isinstance(tensor, FakeTensor)}
-        if changed.isdisjoint(self._memory):
-            return
         for tensor in list(self._known):
             if get_storage_key(tensor.untyped_storage()) in changed:
                 del self._known[tensor]
@@ -103,10 +100,9 @@ class ConstantValues:
     def _keep(self, tensor: Any, value: Any) -> None:
         if isinstance(tensor, FakeTensor) and isinstance(value, Tensor) and value.numel() <= MOST:
             self._known[tensor] = value
-            self._memory.add(get_storage_key(tensor.untyped_storage()))
 
 
-@by_operator
+@cache
 def _find_meaning(function: Any) -> str:
     """Return the effect of an operator on known values: made, counted, asking, changing or other."""
     kinds = {"made": MADE, "counted": COUNTED, "asking": ASKING}

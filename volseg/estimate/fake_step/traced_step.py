@@ -15,7 +15,6 @@ References
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from volseg.device.fake_internals import FakeTensorMode
 from volseg.device.gpus import current_gpu_stream, get_capability, get_tensor_device, is_gpu
 from volseg.device.torch_internals import count_references, find_backward_pass, get_storage_key
 from volseg.errors import OutOfMemoryError
-from volseg.estimate.fake_step.operator_cache import Known
 from volseg.estimate.operator_work import describe_kernel, describe_noted, list_tensors
 from volseg.estimate.trace import Allocate, Event, Free, KernelRun, Mark, Sent, StepTrace, Used
 
@@ -123,7 +121,6 @@ class TracedStep(GpuObserver):
         self._events: list[list[Event]] = [[] for _ in self.devices]
         self._held: dict[int, tuple[int, int, int, int]] = {}
         """Device, size, block and stream of each storage, by the storage's key."""
-        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._blocks = 0
         self._checked: set[int] = set()
         self._multiplied: set[tuple[torch.device, int, bool]] = set()
@@ -193,8 +190,7 @@ class TracedStep(GpuObserver):
         if key in self._held:
             return
         self._take(key, self._number(device), storage.nbytes(), device)
-        # Does what `weakref.finalize` does in half its time: a step creates thousands of storages.
-        self._watched[key] = weakref.ref(storage, lambda _: self._let_go(key))
+        weakref.finalize(storage, self._give_back, key).atexit = False
 
     def on_resized(self, tensor: Tensor) -> None:
         """Record that a tensor's memory was freed, or allocated again."""
@@ -222,10 +218,6 @@ class TracedStep(GpuObserver):
         """Return whether tensors would be alive together on real GPUs too: in backward, each device has a thread."""
         return not self._is_recorded and (len(self.devices) == 1 or find_backward_pass() == -1)
 
-    def _let_go(self, key: int) -> None:
-        del self._watched[key]
-        self._give_back(key)
-
     def _give_back(self, key: int) -> int:
         self._checked.discard(key)
         number, size, block, _ = self._held.pop(key)
@@ -234,21 +226,14 @@ class TracedStep(GpuObserver):
             self._put(number, Free(block))
         return number
 
-    def note_operator(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, known: Known | None = None
-    ) -> None:
-        """Record an operator of torch on the device of its result; ``known`` caches its kernel."""
-        if known is not None and known.work is not None:
-            home, run = known.work
-        else:
-            tensors = list_tensors((args, kwargs))
-            home = find_gpu(list_tensors(out)) or find_gpu(tensors)
-            run = None if home is None else describe_kernel(function, args, kwargs, tensors, out, 0)
-            if known is not None:  # both follow from the key of `OperatorCache`
-                known.work = home, run
-        if home is not None and run is not None:
-            stream = current_gpu_stream(home).number
-            self._note_run(self._number(home), run if run.stream == stream else replace(run, stream=stream))
+    def note_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Record an operator of torch on the device of its result."""
+        tensors = list_tensors((args, kwargs))
+        home = find_gpu(list_tensors(out)) or find_gpu(tensors)
+        if home is not None:
+            run = describe_kernel(function, args, kwargs, tensors, out, current_gpu_stream(home).number)
+            if run is not None:
+                self._note_run(self._number(home), run)
 
     def note_product(self, device: torch.device) -> None:
         """Record the workspace that the first matrix product of a thread and a stream allocates for good."""

@@ -34,19 +34,15 @@ from volseg.errors import FollowError, VolsegError
 from volseg.estimate.fake_step.constant_values import ConstantValues
 from volseg.estimate.fake_step.gpu_autocast import casting_like_gpus
 from volseg.estimate.fake_step.gpu_operators import GPU_OPERATORS, WITH_RESULT, composing_like_gpus
-from volseg.estimate.fake_step.operator_cache import OperatorCache
+from volseg.estimate.fake_step.meta_kernels import MetaKernels
 from volseg.estimate.fake_step.traced_step import IN_PLACE, TracedStep, find_gpu
-from volseg.estimate.operator_work import by_operator, list_tensors
+from volseg.estimate.operator_work import list_tensors
 from volseg.estimate.trace import KernelRun
 
 __all__ = ["TracedStep", "explaining_refusals", "shorten", "tracing"]
 
 aten = torch.ops.aten
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default})
-
-find_handler = by_operator(GPU_OPERATORS.get)
-has_form_in_place = by_operator(IN_PLACE.__contains__)
-multiplies = by_operator(PRODUCTS.__contains__)
 
 FIND_DEVICE = torch.ops.prim.device.default
 
@@ -102,28 +98,28 @@ class _Noting(TorchDispatchMode):
     def __init__(self, followed: TracedStep) -> None:
         super().__init__()
         self.followed = followed
-        self.known = OperatorCache(followed.mode)
+        self.kernels = MetaKernels(followed.mode)
         self.values = ConstantValues()
 
     def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
         if func is FIND_DEVICE:  # called more often than all other operators together
             return get_tensor_device(args[0])
         kwargs = kwargs or {}
-        handler = find_handler(func)
+        handler = GPU_OPERATORS.get(func)
         if handler is not None and find_gpu(list_tensors(args)) is not None:
             return self._run_like_gpu(handler, func, args, kwargs)
         if func is read_value:
             value = 0.0 if self.followed.is_checked(args[0]) else self.values.read(args[0])
             if value is not None:
                 return value
-        if has_form_in_place(func):
+        if func in IN_PLACE:
             func = self.followed.in_place.replace(func, args)
-        out, known = self.known.find(func, args, kwargs)
+        out = self.kernels.run(func, args, kwargs)
         self.values.note(func, args, kwargs, out)
         if type(out) is FakeTensor or isinstance(out, Tensor):
             _correct_device(out, kwargs.get("device"))
             self.followed.note_storage(out)
-            if multiplies(func):
+            if func in PRODUCTS:
                 self.followed.note_product(out.device)
         elif isinstance(out, list | tuple):
             for tensor in list_tensors(out):
@@ -132,11 +128,11 @@ class _Noting(TorchDispatchMode):
             self.followed.note_checked(args[1])
         elif out is not None:
             return out  # a number or the like
-        self.followed.note_operator(func, args, kwargs, out, known)
+        self.followed.note_operator(func, args, kwargs, out)
         return out
 
     def _run_like_gpu(self, handler: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plain = self.known.run(func, args, kwargs) if func in WITH_RESULT else None
+        plain = self.kernels.run(func, args, kwargs) if func in WITH_RESULT else None
         with self:  # the handler's own operators are recorded too
             return handler(partial(self.followed.note_operator, func, args, kwargs), plain, *args, **kwargs)
 
