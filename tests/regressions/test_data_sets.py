@@ -29,7 +29,6 @@ from volseg.data import (
     check_cases,
     check_task,
     fetching,
-    inspect_cases,
     load_task,
     make_task,
     read_volume,
@@ -458,7 +457,7 @@ def test_sform_and_qform_that_mirror_each_other_are_told(root):
     for name, turn in turned.items():
         Planter(root, name).turn_qform(turn)
     task = load_task(root)
-    found = inspect_cases(task.training, task)
+    found = check_task(task)
     assert found.problems == []
     mirrored, apart = summarise_remarks(found.remarks)
     assert mirrored.startswith("2 case(s): sform and qform mirror each other (left-right)")

@@ -9,7 +9,6 @@ short. A process that writes to such a tensor changes its own copy.
 import copy
 import errno
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,9 +31,6 @@ from volseg.transforms.preprocessing import Preprocessing as Composed
 from volseg.transforms.preprocessing import choose_label_dtype
 
 Preprocessing = Callable[[Case], Case]
-
-REFUSED = re.compile(r"unable to (?:open|stat|mmap) .*\((\d+)\)")
-"""Torch's message where the system refuses to map a file, with the number of the error."""
 
 
 def prepare(
@@ -175,8 +171,6 @@ class StoredCase:
         except Exception as fault:  # damaged bytes may raise anything
             if isinstance(fault, OSError) and fault.errno != errno.EINVAL:  # a place before the file's first byte
                 raise
-            if refused := REFUSED.match(str(fault)):  # no address space is left, or no descriptor
-                raise OSError(int(refused[1]), os.strerror(int(refused[1]))) from fault
             raise DamagedCaseError(f"{path} is cut off, or is not what was written") from fault
         return cls(
             path=path,
