@@ -163,21 +163,27 @@ def test_another_process_goes_on(serve, fetch):
 NEWER = CONTENT[::-1]
 ANEW = [None, "bytes=300000-", None]
 BROKEN_OFF = {
-    "twice": ([ranged(upto=300_000), ranged(upto=700_000), ranged()], CONTENT, [*ANEW[:2], "bytes=700000-"]),
-    "no ranges": ([ranged(upto=300_000), whole()], CONTENT, ANEW[:2]),
-    "another part": ([ranged(upto=300_000), refuse(206, Content_Range="bytes 1-9/1048576"), ranged()], CONTENT, ANEW),
-    # The checksum shows that the file has changed.
-    "changed": ([ranged(upto=300_000), ranged(NEWER)], NEWER, ANEW),
-    "shorter now": ([ranged(upto=300_000), ranged(NEWER[:1000])], NEWER[:1000], ANEW),
+    "twice": ([ranged(upto=300_000), ranged(upto=700_000), ranged()], [*ANEW[:2], "bytes=700000-"]),
+    "no ranges": ([ranged(upto=300_000), whole()], ANEW[:2]),
+    "another part": ([ranged(upto=300_000), refuse(206, Content_Range="bytes 1-9/1048576"), ranged()], ANEW),
 }
-"""Answers, what is fetched in the end, and which ranges were requested."""
+"""Answers, and which ranges were requested."""
 
 
-@pytest.mark.parametrize(("answers", "content", "asked"), BROKEN_OFF.values(), ids=BROKEN_OFF)
-def test_a_download_that_broke_off_is_gone_on_with_or_begun_anew(serve, fetch, answers, content, asked):
+@pytest.mark.parametrize(("answers", "asked"), BROKEN_OFF.values(), ids=BROKEN_OFF)
+def test_a_download_that_broke_off_is_gone_on_with_or_begun_anew(serve, fetch, answers, asked):
     url, requests = serve(*answers)
-    assert fetch(url, content) == content
+    assert fetch(url) == CONTENT
     assert ranges(requests) == asked
+
+
+@pytest.mark.parametrize("newer", [NEWER, NEWER[:1000]], ids=["changed", "shorter now"])
+def test_a_file_that_changed_between_two_parts_is_fetched_anew_by_the_next_attempt(serve, fetch, newer):
+    url, requests = serve(ranged(upto=300_000), ranged(newer))
+    with pytest.raises(DataError, match=r"changed between two parts: its md5 is .*; try again"):
+        fetch(url, newer)
+    assert fetch(url, newer) == newer
+    assert ranges(requests) == ANEW
 
 
 def stalling(content, upto, released):
@@ -208,7 +214,7 @@ def test_a_server_that_stalls_is_asked_again(serve, fetch, monkeypatch):
 AT_ONCE = {
     "404": (refuse(404), r"the server answers 404 \(.*\); check the address, or name a mirror by --url"),
     "no length": (whole(Content_Length=None), "the server does not give the length of the file; name a mirror by"),
-    "other bytes": (whole(NEWER), r"is another file than the one wanted: its md5 is \w{32}, needed \w{32}; name"),
+    "other bytes": (whole(NEWER), r"is another file than the one wanted, .*: its md5 is \w{32}, needed \w{32}; try"),
 }
 
 
