@@ -4,7 +4,7 @@ import pytest
 from volseg.data.cases import Task
 from volseg.data.checks import task as checks_of_task
 from volseg.data.checks.kinds import Problem
-from volseg.data.checks.reading import check_case, check_cases, read_case, require_sound
+from volseg.data.checks.reading import check_case, check_cases, require_sound
 from volseg.data.layouts import load_task
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
@@ -90,12 +90,6 @@ def test_a_bad_file_is_named_with_what_is_wrong(case, task, field, voxels, messa
     assert problem.file == bad[field]
     assert problem.message.startswith(f"{bad[field]} ")
     assert message in problem.message
-
-
-def test_an_empty_label_is_told_and_refused_no_more(case, task):
-    checked = read_case(case(label=np.zeros_like(LABEL)), task)
-    assert checked.problems == ()
-    assert [remark.kind for remark in checked.remarks] == ["label-empty"]
 
 
 def test_a_label_that_is_shifted_or_turned_about_its_corner(case, task, affine):

@@ -10,7 +10,7 @@ from scipy.ndimage import binary_dilation, binary_erosion
 from scipy.ndimage import label as number_parts
 
 from volseg.config.catalogue import get_public_task, list_public_tasks
-from volseg.data import inspect_cases, load_task
+from volseg.data import check_cases, load_task
 from volseg.data.mock_msd import make_mock_task
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError
@@ -49,7 +49,7 @@ def test_a_twin_declares_and_holds_what_its_task_does(twins, name):
     task, manifest = twins(name), manifest_of(name)
     assert list(task.modalities) == manifest["modalities"]
     assert task.labels == manifest["labels"]
-    assert not inspect_cases([*task.training, *task.test], task).problems
+    assert check_cases([*task.training, *task.test], task) == []
     for image, voxels, label in volumes(task):
         assert (voxels.ndim == 4) == (manifest["tensor_image_size"] == "4D")
         assert image.get_data_dtype() == np.int16

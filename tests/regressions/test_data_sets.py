@@ -5,11 +5,8 @@ import importlib
 import json
 import logging
 import os
-import re
 import shutil
 import ssl
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -32,7 +29,6 @@ from volseg.data import (
     check_cases,
     check_task,
     fetching,
-    inspect_cases,
     load_task,
     make_task,
     read_volume,
@@ -451,7 +447,7 @@ def test_sform_and_qform_that_mirror_each_other_are_told(root):
     for name, turn in turned.items():
         Planter(root, name).turn_qform(turn)
     task = load_task(root)
-    found = inspect_cases(task.training, task)
+    found = check_task(task)
     assert found.problems == []
     mirrored, apart = summarise_remarks(found.remarks)
     assert mirrored.startswith("2 case(s): sform and qform mirror each other (left-right)")
@@ -684,22 +680,6 @@ def test_a_mended_copy_of_a_table_keeps_its_folds(folder, tmp_path):
         task.splits
     )
     assert f"the folds of the table are in {tmp_path / 'copy' / 'splits.json'}" in repaired.lines()[0]
-
-
-def test_shared_cases_without_a_free_descriptor_are_refused_with_the_remedy():
-    """Each shared case takes an open file; the bare "Too many open files" was told as the fault of a case."""
-    script = (
-        "import resource, torch\n"
-        "from volseg.data.case_store.preprocessed import SharedCases\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
-        "store = SharedCases()\n"
-        "for number in range(40):\n"
-        "    store.add({'image': torch.zeros(1, 2, 2, 2)}, {'case': str(number)})\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, encoding="utf-8", errors="replace", check=False
-    )
-    assert re.search(r"DataError: \d+ cases are in shared memory.*ulimit -n.*data\.cache", ended.stderr)
 
 
 def test_a_server_whose_certificate_is_not_trusted_is_asked_once(tmp_path, monkeypatch):

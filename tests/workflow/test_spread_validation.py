@@ -9,9 +9,8 @@ import torch.distributed as dist
 from in_group import in_group
 from torch import nn
 
-from volseg.data.case_store.preparing import prepare_together
+from volseg.data.case_store.preparing import meet_readers, prepare_together
 from volseg.data.case_store.preprocessed import prepare_all
-from volseg.data.case_store.reading_group import meet_readers
 from volseg.data.layouts import load_task
 from volseg.data.synthetic import make_task
 from volseg.errors import DataError

@@ -2,7 +2,7 @@
 
 from volseg.data.cases import Case, Split, Task, folds, read_splits, write_splits
 from volseg.data.checks.kinds import Finding, Problem, Remark
-from volseg.data.checks.reading import check_case, check_cases, inspect_cases, require_sound, summarise_remarks
+from volseg.data.checks.reading import check_case, check_cases, require_sound, summarise_remarks
 from volseg.data.checks.repair import repair_task
 from volseg.data.checks.task import TaskCheck, check_task
 from volseg.data.layouts import load_task
@@ -24,7 +24,6 @@ __all__ = [
     "check_cases",
     "check_task",
     "folds",
-    "inspect_cases",
     "load_task",
     "make_task",
     "read_splits",

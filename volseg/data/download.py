@@ -80,27 +80,22 @@ def download(
     """
     require_web(url)
     show = show or (lambda *_: None)
-    for is_last in (False, True):
-        num_answers = bool(part.seek(0, os.SEEK_END)) + _complete(url, part, path, spare, show)
-        if (found := _digest(part, show)) == md5:
-            return
+    _complete(url, part, path, spare, show)
+    if (found := _digest(part, show)) != md5:
         part.truncate(0)
-        if is_last or num_answers == 1:
-            break
-        logger.warning("%s: the file was fetched in parts and has another checksum; it is fetched again", url)
-    raise DataError(
-        f"{url} is another file than the one wanted: its md5 is {found}, needed {md5}; name another mirror by --url"
-    )
+        raise DataError(
+            f"{url} is another file than the one wanted, or changed between two parts: its md5 is {found}, needed "
+            f"{md5}; try again, or name another mirror by --url"
+        )
 
 
-def _complete(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) -> int:
-    """Ask until the file is complete; return the number of answers."""
-    failed, longest, answers = 0, part.seek(0, os.SEEK_END), 0
+def _complete(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) -> None:
+    """Ask until the file is complete."""
+    failed, longest = 0, part.seek(0, os.SEEK_END)
     while True:
-        answers += 1
         try:
             _ask(url, part, path, spare, show)
-            return answers
+            return
         except _Passing as reason:
             held = part.seek(0, os.SEEK_END)
             failed = 0 if held > longest else failed + 1

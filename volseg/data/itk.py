@@ -57,10 +57,16 @@ def read_itk(path: Path) -> MetaTensor:
     ReaderError
         If the file is truncated, damaged or of another format, or has other axes.
     """
-    _require_room(_read_claim(path), path)
+    claim = _read_claim(path)
+    require_regular(claim.file)
+    reader = simpleitk().ImageFileReader()
+    reader.SetFileName(str(path))
+    # Named, since ITK would otherwise search for a parser by content, among twenty.
+    reader.SetImageIO("NrrdImageIO" if _is_nrrd(path) else "MetaImageIO")
     try:
-        # Named, since ITK would otherwise search for a parser by content, among twenty.
-        image = simpleitk().ReadImage(str(path), imageIO="NrrdImageIO" if _is_nrrd(path) else "MetaImageIO")
+        reader.ReadImageInformation()
+        _require_room(claim, reader, path)
+        image = reader.Execute()
     except RuntimeError as fault:
         raise DamagedFileError(
             f"{path} is truncated, damaged or no {path.suffix} file: SimpleITK cannot read it; fetch it again"
@@ -114,37 +120,15 @@ NRRD_FIELD = re.compile(
 )
 """Names without blanks, which some names have in two spellings. ``block size`` is a field of a refused type."""
 
-NRRD_BYTES = {
-    **dict.fromkeys(("signed char", "int8", "int8_t", "uchar", "unsigned char", "uint8", "uint8_t"), 1),
-    **dict.fromkeys(("short", "short int", "signed short", "signed short int", "int16", "int16_t"), 2),
-    **dict.fromkeys(("ushort", "unsigned short", "unsigned short int", "uint16", "uint16_t"), 2),
-    **dict.fromkeys(
-        ("int", "signed int", "int32", "int32_t", "uint", "unsigned int", "uint32", "uint32_t", "float"), 4
-    ),
-    **dict.fromkeys(("longlong", "long long", "long long int", "signed long long", "signed long long int"), 8),
-    **dict.fromkeys(("int64", "int64_t", "ulonglong", "unsigned long long", "unsigned long long int"), 8),
-    **dict.fromkeys(("uint64", "uint64_t", "double"), 8),
-}
 NRRD_PACKINGS: Mapping[str, Packing] = {"raw": "plain", "gzip": "gzip", "gz": "gzip"}
 NRRD_TEXTS = {"text": 1, "txt": 1, "ascii": 1, "hex": 2}
 """Encodings as text, and the fewest characters for a value of one byte."""
 
-META_BYTES = {
-    **dict.fromkeys(("met_char", "met_uchar"), 1),
-    **dict.fromkeys(("met_short", "met_ushort"), 2),
-    **dict.fromkeys(("met_int", "met_uint", "met_float"), 4),
-    **dict.fromkeys(("met_long_long", "met_ulong_long", "met_double"), 8),
-}
-"""``MET_LONG`` has 4 or 8 bytes, depending on the machine: it is refused."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Claim:
-    """Voxels that a header describes, and their place."""
+    """Place of the voxels that a header describes."""
 
-    voxels: int
-    """Values of all channels."""
-    bytes_each: int
     file: Path
     begins: int
     """First byte of the data in ``file``."""
@@ -153,6 +137,8 @@ class _Claim:
     """Bytes before the voxels, after decompression."""
     packed_bytes: int | None = None
     """Bytes that ITK decompresses; None: all bytes."""
+    text_bytes: int | None = None
+    """Fewest bytes of a value that is stored as text; None if it is binary."""
 
 
 def resolve_voxel_file(path: Path) -> Path:
@@ -187,22 +173,19 @@ def _read_nrrd(path: Path) -> _Claim:
         if not colon or not NRRD_FIELD.fullmatch(key):
             raise damaged(path, f"its header holds the line {line[:40]!r}, which is no NRRD field")
         _add_field(fields, key, value.strip(), path)
-    shape = _read_shape(fields, "dimension", "sizes", path)
-    kind, encoding = fields.get("type", "").lower(), fields.get("encoding", "").lower()
-    if kind not in NRRD_BYTES:
-        raise ReaderError(f"{path} stores voxels of type {kind!r}; convert them to integers or floats")
+    _require_shape(fields, "dimension", "sizes", path)
+    encoding = fields.get("encoding", "").lower()
     if encoding not in NRRD_PACKINGS and encoding not in NRRD_TEXTS:
         raise ReaderError(f"{path} has the encoding {encoding!r}; convert it to raw or gzip")
     _read_number(fields, "lineskip", path)
     skips = max(0, _read_number(fields, "byteskip", path))
     data = fields.get("datafile")
     return _Claim(
-        voxels=math.prod(shape),
-        bytes_each=NRRD_TEXTS.get(encoding, NRRD_BYTES[kind]),
         file=path if data is None else _locate_data(path, data),
         begins=ends if data is None else 0,
         packing=NRRD_PACKINGS.get(encoding, "plain"),
         skips=skips,
+        text_bytes=NRRD_TEXTS.get(encoding),
     )
 
 
@@ -216,11 +199,8 @@ def _read_meta(path: Path) -> _Claim:
         _add_field(fields, key, value.strip(), path)
     if "ElementDataFile" not in fields:
         raise damaged(path, "its header has no ElementDataFile")
-    shape = _read_shape(fields, "NDims", "DimSize", path)
-    channels = _read_number(fields, "ElementNumberOfChannels", path, r"[1-9]\d{0,5}", default="1")
-    kind = fields.get("ElementType", "").lower()
-    if kind not in META_BYTES:
-        raise ReaderError(f"{path} stores voxels of type {kind.upper()!r}; convert them to integers or floats")
+    _require_shape(fields, "NDims", "DimSize", path)
+    _read_number(fields, "ElementNumberOfChannels", path, r"[1-9]\d{0,5}", default="1")
     header_size = _read_number(fields, "HeaderSize", path)
     packed_bytes = _read_number(fields, "CompressedDataSize", path, r"\d{1,15}")
     data = fields["ElementDataFile"]
@@ -230,12 +210,7 @@ def _read_meta(path: Path) -> _Claim:
     if not _is_true(fields, "BinaryData", path, default=True):
         raise ReaderError(f"{path} stores its voxels as text; convert it to binary")
     return _Claim(
-        voxels=math.prod(shape) * channels,
-        bytes_each=META_BYTES[kind],
-        file=file,
-        begins=ends if is_local else max(0, header_size),
-        packing=packing,
-        packed_bytes=packed_bytes or None,
+        file=file, begins=ends if is_local else max(0, header_size), packing=packing, packed_bytes=packed_bytes or None
     )
 
 
@@ -280,14 +255,13 @@ def _add_field(fields: dict[str, str], key: str, value: str, path: Path) -> None
     fields[key] = value
 
 
-def _read_shape(fields: Mapping[str, str], dimension: str, sizes: str, path: Path) -> tuple[int, ...]:
-    """Return the sizes; raise unless there is one per dimension."""
+def _require_shape(fields: Mapping[str, str], dimension: str, sizes: str, path: Path) -> None:
+    """Raise unless there is a size per dimension: ITK has arrays of fixed length."""
     count, shape = fields.get(dimension, ""), fields.get(sizes, "").split()
     if not re.fullmatch(r"\d", count) or not 1 <= int(count) <= MOST_DIMENSIONS:
         raise damaged(path, f"its {dimension} is {count[:40]!r}; needed: 1 to {MOST_DIMENSIONS}")
     if len(shape) != int(count) or not all(re.fullmatch(r"0*[1-9]\d{0,9}", side) for side in shape):
         raise damaged(path, f"its {sizes} are {' '.join(shape)[:60]!r}; needed: {count} positive numbers")
-    return tuple(map(int, shape))
 
 
 def _read_number(
@@ -313,8 +287,11 @@ def _locate_data(path: Path, name: str) -> Path:
     return path.parent / os.fsdecode(name.encode("latin-1"))
 
 
-def _require_room(claim: _Claim, path: Path) -> None:
-    """Raise unless the data are complete, counted without keeping them, and fit into memory."""
+def _require_room(claim: _Claim, header: Any, path: Path) -> None:
+    """Raise unless the data are complete, counted without keeping them, and fit into memory.
+
+    ``header`` is an ``ImageFileReader`` of SimpleITK that has read the header.
+    """
     held = require_regular(claim.file) - claim.begins
     if claim.packing == "zlib":  # ITK allocates this too
         require_held(claim.packed_bytes or 0, held, claim.file)
@@ -322,10 +299,14 @@ def _require_room(claim: _Claim, path: Path) -> None:
             raise damaged(path, "its voxels are packed, but its header has no CompressedDataSize")
     with claim.file.open("rb") as file:
         require_packing(file, claim.file)
-    needed = claim.voxels * claim.bytes_each + claim.skips
+    kind = simpleitk().GetPixelIDValueAsString(header.GetPixelIDValue())
+    if (bits := re.fullmatch(r"(?:vector of )?(\d+)-bit (?:(?:un)?signed integer|float)", kind)) is None:
+        raise ReaderError(f"{path} stores voxels of type {kind!r}; convert them to integers or floats")
+    voxels, bytes_each = math.prod(header.GetSize()) * header.GetNumberOfComponents(), int(bits[1]) // 8
+    needed = voxels * (claim.text_bytes or bytes_each) + claim.skips
     require_held(needed, held, claim.file, claim.packing)
     # Once in ITK, once as an array, once as float32; text becomes at most 8 bytes.
-    require_memory(claim.voxels * (2 * max(claim.bytes_each, 8) + 4), path)
+    require_memory(voxels * (2 * max(bytes_each, 8) + 4), path)
     if claim.packing == "plain":
         return
     with claim.file.open("rb") as file:

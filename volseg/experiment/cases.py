@@ -12,8 +12,7 @@ from pathlib import Path
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
 from volseg.data.case_store.case_cache import CaseCache
-from volseg.data.case_store.preparing import PreparedCases, prepare_together
-from volseg.data.case_store.reading_group import ALONE, Readers
+from volseg.data.case_store.preparing import ALONE, PreparedCases, Readers, prepare_together
 from volseg.data.cases import Case, Split, Task, folds, read_splits
 from volseg.data.checks.reading import summarise_remarks
 from volseg.data.groups import assign_patients, list_split_patients, propose_groups
@@ -191,7 +190,7 @@ def prepare_chosen(
     readers: Readers = ALONE,
     cache: CaseCache | None = None,
 ) -> PreparedCases:
-    """Read every chosen case once per machine; return the usable cases, prepared for the network.
+    """Read every chosen case; return the usable cases, prepared for the network.
 
     All processes of the readers' group call this function, including those that read nothing.
 

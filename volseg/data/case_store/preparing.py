@@ -1,28 +1,75 @@
-"""Check and prepare the cases of a training once, by all processes together."""
+"""Check and prepare the cases of a training, by all processes together.
 
-from collections import Counter
+Processes share cases through the cache: each case is made by one process, while the others that need it wait, and all
+map the same file. Without a cache, each process makes and holds its cases by itself.
+"""
+
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from secrets import randbelow
 from threading import Event
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from pydantic import TypeAdapter
-from torch import Tensor
 
-from volseg.data.case_store.case_cache import CaseCache, pack_case, take_case
-from volseg.data.case_store.preprocessed import Preprocessing, SharedCases, StoredCase, preprocess
-from volseg.data.case_store.reading_group import ALONE, Readers
+from volseg.data.case_store.case_cache import CaseCache, take_case
+from volseg.data.case_store.preprocessed import Preprocessing, StoredCase, preprocess
 from volseg.data.cases import Case, Task
 from volseg.data.checks.kinds import Problem, Remark
 from volseg.data.checks.reading import read_case, refuse_held_out, remark_on_same_images, require_sound
 from volseg.data.readers import list_case_files
 from volseg.data.threads import map_in_threads
-from volseg.parallel.processes.progress import Rounds, describe_error, run_together, told_error
+from volseg.parallel.processes.progress import Rounds, describe_error, exchange, run_together, told_error
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readers:
+    """The processes that prepare cases together, from the view of one of them."""
+
+    group: dist.ProcessGroup | None = None
+    """Gloo group for messages; None for a single process."""
+    count: int = 1
+    """Number of reading processes."""
+    number: int | None = 0
+    """Number of this process among the readers; None if it reads nothing."""
+
+    def order_own(self, num_training: int, num_validation: int) -> list[int]:
+        """Return the cases that this process needs, in its order: all training cases, and a share of the others.
+
+        Processes and trainings that start together begin at different cases, and find each other's in the cache.
+        """
+        if self.number is None:
+            return []
+        validation = range(num_training + self.number, num_training + num_validation, self.count)
+        own, share = [*range(num_training), *validation], max(1, num_training // self.count)
+        begin = (self.number * share + randbelow(share)) % max(1, len(own))
+        return [*own[begin:], *own[:begin]]
+
+
+ALONE = Readers()
+"""One process that reads everything."""
+
+
+def meet_readers(group: dist.ProcessGroup | None, *, reads: bool = True) -> Readers:
+    """Find the readers; all processes of the group call this function.
+
+    Parameters
+    ----------
+    group : ProcessGroup or None
+        Gloo group; None for a single process.
+    reads : bool
+        Whether this process reads; others receive the problems too.
+    """
+    if group is None:
+        return ALONE
+    told = exchange(reads, group)
+    return Readers(group=group, count=sum(told), number=sum(told[: dist.get_rank(group)]) if reads else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +99,6 @@ class _CaseReport:
     fingerprint: str = ""
     fault: Sequence[str] | None = None
     """Type and text of the error that prevented the preprocessing of a case without problems."""
-    stored: str | None = None
-    """File of the case for the machine's other processes, in memory or of the cache."""
     reader: int = 0
     """Number in the group of the process that read the case."""
 
@@ -95,7 +140,7 @@ def prepare_together(
     workers: int | None = None,
     progress: Callable[[], object] | None = None,
 ) -> PreparedCases:
-    """Check cases while preparing them: each machine decompresses every file that it needs once.
+    """Check cases while preparing them, from one reading of each file; with a cache, one for all processes.
 
     Every case is checked, even after problems with others, so that all bad cases are named at once, in every process.
 
@@ -108,8 +153,8 @@ def prepare_together(
     preprocessing : callable
         See `volseg.transforms.build_preprocessing`.
     readers : Readers
-        Processes that share the work; all of their group call this function. Training case i is read by reader i mod n
-        of each machine. Validation case i is read by reader i mod n of all, which keeps it.
+        Processes that share the work; all of their group call this function. Each reader needs all training cases.
+        Validation case i is read by reader i mod n, which keeps it.
     skip_bad : bool
         Leave bad cases out instead of raising.
     cache : CaseCache, optional
@@ -122,9 +167,9 @@ def prepare_together(
     Returns
     -------
     PreparedCases
-        In a reading process: all training cases, and its share of the validation cases. If readers share a machine, the
-        training cases have ``image`` (float32) and ``label`` (uint8) without metadata, in shared memory; cases from a
-        cache are mapped. `PreparedCases.order` and `PreparedCases.problems` are the same in every process.
+        In a reading process: all training cases, and its share of the validation cases. Cases from a cache are mapped;
+        their training cases have ``image`` and ``label`` without metadata. `PreparedCases.order` and
+        `PreparedCases.problems` are the same in every process.
 
     Raises
     ------
@@ -136,25 +181,31 @@ def prepare_together(
         volseg's.
     """
     sides = [*((case, False) for case in training), *((case, True) for case in validation)]  # whether it validates
-    shares = len(readers.local) > 1 and readers.number is not None
-    with closing(SharedCases()) if shares else nullcontext() as store:
-        own, steps = _choose_own(sides, readers), preprocessing
-        reading = _Reading(
-            sides=sides, own=own, task=task, preprocessing=steps, skip_bad=skip_bad, store=store, cache=cache
+    if cache is None and readers.count > 1 and readers.number == 0:
+        logger.warning(
+            "without a cache each of %d processes prepares and holds all training cases; name a folder by data.cache",
+            readers.count,
         )
-        heard = None if progress is None else _count_heard(progress, readers)
-        messages = run_together(readers.group, partial(reading.run, workers=workers), num_counts=2, heard=heard)
-        reports = _merge_reports(messages, sides)
-        problems = [problem for report in reports.values() for problem in report.problems]
-        if not skip_bad:
-            require_sound(problems)
-        reading.require_prepared(reports, readers)
-        shared = _map_shared(messages, sides, readers)
+    reading = _Reading(
+        sides=sides,
+        own=readers.order_own(len(training), len(validation)),
+        task=task,
+        preprocessing=preprocessing,
+        skip_bad=skip_bad,
+        cache=cache,
+    )
+    heard = None if progress is None else _count_heard(progress)
+    messages = run_together(readers.group, partial(reading.run, workers=workers), num_counts=2, heard=heard)
+    reports = _merge_reports(messages, sides)
+    problems = [problem for report in reports.values() for problem in report.problems]
+    if not skip_bad:
+        require_sound(problems)
+    reading.require_prepared(reports, readers.group)
     sound = [index for index in reports if not reports[index].problems]
-    held = [(index, shared.get(index) or reading.prepared.get(index)) for index in sound]
+    held = [(index, reading.prepared[index]) for index in sound if index in reading.prepared]
     return PreparedCases(
-        training=[case for index, case in held if case is not None and not sides[index][1]],
-        validation=[case for index, case in held if case is not None and sides[index][1]],
+        training=[case for index, case in held if not sides[index][1]],
+        validation=[case for index, case in held if sides[index][1]],
         order=[case["case"] for case, validates in (sides[index] for index in sound) if validates],
         problems=problems,
         fingerprints={
@@ -177,7 +228,6 @@ class _Reading:
     task: Task
     preprocessing: Preprocessing
     skip_bad: bool
-    store: SharedCases | None
     cache: CaseCache | None
     prepared: dict[int, Case] = field(default_factory=dict)
     """The cases that this process holds."""
@@ -187,12 +237,9 @@ class _Reading:
 
     def run(self, rounds: Rounds, workers: int | None) -> Any:
         """Read this process's cases; return the message to the other processes."""
-        # Trainings that start together with one cache begin at different cases, and find each other's.
-        begin = 0 if self.cache is None else randbelow(max(1, len(self.own)))
-        order = [*self.own[begin:], *self.own[:begin]]
         reports = []
-        with closing(map_in_threads(self.read_one, order, workers)) as found:
-            for index, report in zip(order, found, strict=True):
+        with closing(map_in_threads(self.read_one, self.own, workers)) as found:
+            for index, report in zip(self.own, found, strict=True):
                 reports.append([index, REPORTS.dump_python(report, mode="json")])
                 rounds.count(int(self.sides[index][1]))
                 rounds.check()
@@ -212,8 +259,7 @@ class _Reading:
                 if stored is None:
                     return self._keep(index, report, prepared)
         self.prepared[index] = take_case(stored, case, keep_reference=validates)
-        is_shared = self.store is not None and not validates
-        return replace(_CaseReport.of_stored(stored, case), stored=str(stored.path) if is_shared else None)
+        return _CaseReport.of_stored(stored, case)
 
     def _prepare(self, index: int) -> tuple[_CaseReport, Case | None]:
         """Read, check and preprocess a case."""
@@ -229,41 +275,28 @@ class _Reading:
         try:
             return report, preprocess(checked.case, case, self.preprocessing, keep_reference=True, task=self.task)
         except Exception as fault:  # any error of a step is reported, unless there are bad cases
-            return self._note_fault(index, report, fault), None
+            self.faults[index] = fault
+            return replace(report, fault=describe_error(fault)), None
 
     def _keep(self, index: int, report: _CaseReport, prepared: Case | None) -> _CaseReport:
-        """Hold a prepared case in memory; return the report with its storage."""
-        case, validates = self.sides[index]
-        if prepared is not None and not validates:
-            prepared = {name: value for name, value in prepared.items() if name not in ("reference", "reference_file")}
-            if self.store is not None:
-                try:
-                    packed = pack_case(prepared, case, self.task.num_classes, is_sparse=self.task.ignore is not None)
-                    # The types of a `VolumeCache`.
-                    types = {"image": torch.float32, "label": torch.uint8}
-                    packed |= {name: packed[name].as_subclass(Tensor).to(dtype) for name, dtype in types.items()}
-                    return replace(report, stored=self.store.add(packed, {"case": case["case"]}))
-                except Exception as fault:  # reported like those of the steps
-                    return self._note_fault(index, report, fault)
+        """Hold a prepared case in memory; return its report."""
         if prepared is not None:
-            self.prepared[index] = prepared
+            unneeded = () if self.sides[index][1] else ("reference", "reference_file")
+            self.prepared[index] = {name: value for name, value in prepared.items() if name not in unneeded}
         return report
 
-    def _note_fault(self, index: int, report: _CaseReport, fault: Exception) -> _CaseReport:
-        self.faults[index] = fault
-        return replace(report, fault=describe_error(fault))
-
-    def require_prepared(self, reports: Mapping[int, _CaseReport], readers: Readers) -> None:
+    def require_prepared(self, reports: Mapping[int, _CaseReport], group: dist.ProcessGroup | None) -> None:
         """Raise the error that prevented preprocessing of the first such case, in any process."""
         for index, report in reports.items():
             if report.fault is not None and not report.problems:
                 if index in self.faults:
                     raise self.faults[index]
-                raise told_error(report.fault, f"process {readers.rank_of(report.reader)}")
+                assert group is not None, "the process alone knows its own error"
+                raise told_error(report.fault, f"process {dist.get_global_rank(group, report.reader)}")
 
 
 def _merge_reports(messages: Sequence[Any], sides: Sequence[tuple[Case, bool]]) -> dict[int, _CaseReport]:
-    """Return the report of every case, in order. If several machines read it, the first report with a fault wins.
+    """Return the report of every case, in order. If several processes read it, the first report with a fault wins.
 
     A training case whose image also validates gets a further problem.
     """
@@ -288,45 +321,15 @@ def _list_digests(reports: Mapping[int, _CaseReport], sides: Sequence[tuple[Case
     return [(sides[i][0], report.digest) for i, report in reports.items() if report.digest and not report.problems]
 
 
-def _choose_own(sides: Sequence[tuple[Case, bool]], readers: Readers) -> list[int]:
-    """Return the indices of the cases that this process reads."""
-    if readers.number is None:
-        return []
-    num_training = sum(not validates for _, validates in sides)
-    local = readers.local
-    return [
-        *range(local.index(readers.own), num_training, len(local)),
-        *range(num_training + readers.number, len(sides), readers.count),
-    ]
-
-
-def _count_heard(progress: Callable[[], object], readers: Readers) -> Callable[[list[list[int]]], None]:
+def _count_heard(progress: Callable[[], object]) -> Callable[[list[list[int]]], None]:
     """Return a callback that calls ``progress`` once for every case that any process has read."""
     heard = 0
 
     def hear(counts: list[list[int]]) -> None:
         nonlocal heard
-        machines: Counter[int] = Counter()
-        for place, (trained, _) in zip(readers.places, counts, strict=True):
-            machines[place.machine] += trained
-        total = max(machines.values()) + sum(validated for _, validated in counts)
+        total = max(trained for trained, _ in counts) + sum(validated for _, validated in counts)
         for _ in range(total - heard):
             progress()
         heard = total
 
     return hear
-
-
-def _map_shared(messages: Sequence[Any], sides: Sequence[tuple[Case, bool]], readers: Readers) -> dict[int, Case]:
-    """Return all training cases that the readers of this machine have stored, once every process has mapped them."""
-    shared: dict[int, Case] = {}
-
-    def map_all(rounds: Rounds) -> None:
-        del rounds
-        for reader in readers.local if readers.number is not None else ():
-            for index, report in messages[reader]:
-                if (file := report["stored"]) is not None:
-                    shared[index] = take_case(StoredCase.open(Path(file)), sides[index][0], keep_reference=False)
-
-    run_together(readers.group, map_all)
-    return shared

@@ -4,18 +4,11 @@ The file is what ``torch.save`` writes: a zip archive, whose list of contents is
 none, and which has a checksum of each volume. Opening such a file executes no code.
 Volumes are mapped copy-on-write: the system keeps their pages once for all processes and drops them when memory is
 short. A process that writes to such a tensor changes its own copy.
-
-`SharedCases` are such files in memory: each case exists once per machine. One process writes it, the others map the
-same pages. A file without a name (``memfd_create``) is opened by other processes through ``/proc/PID/fd`` while its
-writer lives. The memory is freed with its last mapping, after any kind of exit: there is nothing to remove. It is no
-part of ``/dev/shm``, which has 64 MB in a container.
 """
 
 import copy
 import errno
 import os
-import re
-import resource
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,9 +31,6 @@ from volseg.transforms.preprocessing import Preprocessing as Composed
 from volseg.transforms.preprocessing import choose_label_dtype
 
 Preprocessing = Callable[[Case], Case]
-
-REFUSED = re.compile(r"unable to (?:open|stat|mmap) .*\((\d+)\)")
-"""Torch's message where the system refuses to map a file, with the number of the error."""
 
 
 def prepare(
@@ -181,8 +171,6 @@ class StoredCase:
         except Exception as fault:  # damaged bytes may raise anything
             if isinstance(fault, OSError) and fault.errno != errno.EINVAL:  # a place before the file's first byte
                 raise
-            if refused := REFUSED.match(str(fault)):  # no address space is left, or no descriptor
-                raise OSError(int(refused[1]), os.strerror(int(refused[1]))) from fault
             raise DamagedCaseError(f"{path} is cut off, or is not what was written") from fault
         return cls(
             path=path,
@@ -249,41 +237,3 @@ class StoredCase:
             name: volume if (meta := self._metas[name]) is None else MetaTensor(volume, meta=copy.deepcopy(meta))
             for name, volume in self._volumes.items()
         }
-
-
-def can_share() -> bool:
-    """Return whether processes of this machine can open each other's files in memory."""
-    return os.path.isdir(f"/proc/{os.getpid()}/fd")
-
-
-class SharedCases:
-    """Stored cases in the memory of this process, which the processes of its machine map.
-
-    Their files stay open until ``close``; the other processes must have mapped them by then.
-    """
-
-    def __init__(self) -> None:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # a file per case
-        self._files: list[int] = []
-
-    def add(self, case: Mapping[str, Any], about: Mapping[str, Any]) -> str:
-        """Write a case as `write_case` does; return the path for `StoredCase.open` in another process. Thread-safe."""
-        try:
-            file = os.memfd_create("volseg", os.MFD_CLOEXEC)
-        except OSError as fault:
-            if fault.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            raise DataError(
-                f"{len(self._files)} cases are in shared memory, an open file each, and no more may be open; "
-                "raise the limit (ulimit -n), or name a folder by data.cache, whose cases take none"
-            ) from fault
-        self._files.append(file)
-        with open(file, "wb", closefd=False) as writer:
-            write_case(writer, case, about)
-        return f"/proc/{os.getpid()}/fd/{file}"
-
-    def close(self) -> None:
-        """Close the files; mappings stay valid."""
-        while self._files:
-            os.close(self._files.pop())

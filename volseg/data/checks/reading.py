@@ -5,7 +5,8 @@ All faults of many cases are named at once, in sentences.
 
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -207,18 +208,12 @@ def _stored_bytes(path: Path) -> int:
         return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Findings:
-    """Findings in many cases."""
-
-    problems: list[Finding]
-    remarks: list[Finding]
-
-
 def check_cases(
     cases: Sequence[Case], task: Task, *, workers: int | None = None, progress: Callable[[], object] | None = None
 ) -> list[Finding]:
     """Check all cases; an empty list means that all are usable.
+
+    `check_task` also finds the faults that only the whole data set shows.
 
     Parameters
     ----------
@@ -229,31 +224,12 @@ def check_cases(
     progress
         Called after each case, for instance ``bar.update``.
     """
-    return inspect_cases(cases, task, workers=workers, progress=progress).problems
-
-
-def inspect_cases(
-    cases: Sequence[Case], task: Task, *, workers: int | None = None, progress: Callable[[], object] | None = None
-) -> Findings:
-    """Check all cases; return the problems that exclude cases, and the remarks.
-
-    The parameters are those of `check_cases`. `check_task` finds the faults that only the whole data set shows.
-    """
     problems: list[Finding] = []
-    remarks: list[Finding] = []
-    digests: list[tuple[Case, str]] = []
-
-    def without_volumes(case: Case) -> CheckedCase:
-        return replace(read_case(case, task), case=case)
-
-    for checked in map_in_threads(without_volumes, cases, workers):
-        problems.extend(checked.problems)
-        remarks.extend(checked.remarks)
-        if checked.digest is not None:
-            digests.append((checked.case, checked.digest))
+    for found in map_in_threads(partial(check_case, task=task), cases, workers):
+        problems.extend(found)
         if progress is not None:
             progress()
-    return Findings(problems=problems, remarks=[*remarks, *remark_on_same_images(digests)])
+    return problems
 
 
 def summarise_remarks(remarks: Sequence[Finding], most: int = 3) -> list[str]:

@@ -103,11 +103,10 @@ def _require_grey(header: Header) -> None:
     faults = {
         "is a Siemens mosaic: one image, whose tiles are the slices of a volume. Convert the series to NIfTI, for "
         "example by dcm2niix": "MOSAIC" in top.text(TAGS["ImageType"]).split("\\"),
-        "is MONOCHROME1: low values are bright, and some programs invert them while others do not. Convert the series "
-        "to MONOCHROME2": photometric == "MONOCHROME1",
-        "has no PhotometricInterpretation; if its values are grey, add MONOCHROME2": not photometric,
-        f"holds {photometric} with {samples} sample(s) per pixel; a volume needs grey values (MONOCHROME2). Leave it "
-        "out, or convert its colours to numbers": samples != 1 or photometric != "MONOCHROME2",
+        f"holds {photometric or 'values of an unknown kind'} with {samples} sample(s) per pixel; a volume needs grey "
+        "values, higher ones brighter (PhotometricInterpretation MONOCHROME2). Convert the series, or leave it out": (
+            samples != 1 or photometric != "MONOCHROME2"
+        ),
         "maps its stored values by a table (ModalityLUTSequence), which is not read; convert the series by a program "
         "that applies the table": bool(top.elements.get(TAGS["ModalityLUTSequence"])),
         f"is a {kind} DICOM segmentation; convert it to a label map, for example in NIfTI": kind

@@ -14,7 +14,6 @@ from hashlib import blake2b
 from pathlib import Path
 
 from volseg.data.dicom.elements import TAGS, WANTED, Header, Item, damaged, decode_text, read_header
-from volseg.data.dicom.labels import DicomLabel
 from volseg.errors import DataError, ReaderError
 from volseg.formatting import list_duplicates, list_some
 
@@ -191,15 +190,8 @@ def _describe(uid: str, headers: Mapping[Path, Item]) -> Series:
         number=first.text(TAGS["SeriesNumber"]),
         description=description,
         modality=modality,
-        left_out=_describe_label(next(iter(headers))) or _classify(list(headers.values()), modality, description),
+        left_out=_classify(list(headers.values()), modality, description),
     )
-
-
-def _describe_label(file: Path) -> str:
-    try:
-        return f"a {label}" if (label := DicomLabel.open(file)) else ""
-    except ReaderError:  # the series is left out anyway
-        return ""
 
 
 def _classify(headers: Sequence[Item], modality: str, description: str) -> str:

@@ -83,9 +83,6 @@ rounding in a header, and move the end of 500 voxels by half a voxel at most."""
 SAME_PLACE = 0.01
 """Distance along the normal, as a fraction of the pixel spacing, up to which two slices share a place."""
 
-MOST_GROUPS = 9
-"""Most groups of unlike slices in a message."""
-
 
 def stack_frames(frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray]:
     """Return the frames in the order of their places along the normal, and their affine, voxel index to RAS+ mm.
@@ -114,78 +111,49 @@ def stack_frames(frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray]:
     ordered = [frames[index] for index in order]
     affine = np.eye(4)
     affine[:3, 0], affine[:3, 1] = right * between_columns, down * between_rows
-    affine[:3, 2] = _measure_step(ordered, along[order]) if len(frames) > 1 else normal * _require_thickness(frames[0])
+    affine[:3, 2] = _measure_step(ordered, along[order], normal)
     affine[:3, 3] = ordered[0].position
     return ordered, lps_to_ras(affine)
 
 
-def _require_thickness(frame: Frame) -> float:
-    if frame.thickness is None:
-        raise ReaderError(
-            f"{frame.file} is a single slice without SpacingBetweenSlices and SliceThickness; a volume of one slice "
-            "needs one of them. Add it to the header, or name the whole series"
-        )
-    return frame.thickness
-
-
 def _require_alike(frames: Sequence[Frame]) -> None:
     """Raise unless all frames have one size, orientation, spacing and meaning."""
-    for values, tolerance, words in (
-        (
-            [(frame.stored.columns, frame.stored.rows) for frame in frames],
-            0.0,
-            "{odd} has {0[0]} x {0[1]} voxels, {usual} has {1[0]} x {1[1]} ({counts}); a volume needs slices of one "
-            "size, so take out the others",
-        ),
-        (
-            [frame.orientation for frame in frames],
-            TURNED,
-            "{odd} is turned against {usual}; a volume needs parallel slices, so take out localizers and the like. "
-            "ImageOrientationPatient is {0} and {1} ({counts})",
-        ),
-        (
-            [frame.spacing for frame in frames],
-            STRETCHED * min(min(frame.spacing) for frame in frames),
-            "{odd} has the PixelSpacing {0} mm, {usual} has {1} ({counts}); a volume needs one spacing. Put the slices "
-            "of each into a folder of their own, or resample them",
-        ),
+    folder = frames[0].file.parent
+    for name, rows, tolerance in (
+        ("size", [(frame.stored.columns, frame.stored.rows) for frame in frames], 0.0),
+        ("ImageOrientationPatient", [frame.orientation for frame in frames], TURNED),
+        ("PixelSpacing", [frame.spacing for frame in frames], STRETCHED * min(min(frame.spacing) for frame in frames)),
     ):
-        if (unlike := _compare_values(np.array(values, dtype=float), tolerance)) is not None:
-            odd, usual, counts = unlike
-            found, names = map(list, (values[odd], values[usual])), {"odd": frames[odd], "usual": frames[usual]}
-            raise ReaderError(f"{frames[odd].file.parent}: {words.format(*found, **names, counts=counts)}")
+        values = np.array(rows, dtype=float)
+        if np.ptp(values, axis=0).max() > tolerance:
+            away = np.abs(values - np.median(values, axis=0)).max(axis=1)
+            odd, usual = int(away.argmax()), int(away.argmin())
+            raise ReaderError(
+                f"{folder}: {frames[odd]} has the {name} {list(rows[odd])}, {frames[usual]} has {list(rows[usual])}; a "
+                "volume needs parallel slices of one size and spacing. Take out localizers and the like, or put the "
+                "slices of each kind into a folder of their own"
+            )
     for name in sorted({name for frame in frames for name in frame.units}):
         firsts = {frame.units[name]: frame for frame in reversed(frames) if name in frame.units}
-        is_frame = name == "FrameOfReferenceUID"
         # Some anonymisers write a new frame of reference into each file.
-        if len(firsts) > 1 and not (is_frame and 2 < len(firsts) == len({frame.file for frame in frames})):
+        is_new_each = name == "FrameOfReferenceUID" and 2 < len(firsts) == len({frame.file for frame in frames})
+        if len(firsts) > 1 and not is_new_each:
             (one, by_one), (other, by_other) = sorted(firsts.items())[:2]
             raise ReaderError(
-                f"{by_one.file.parent}: {by_one} has the {name} {one!r} and {by_other} has {other!r}; a volume needs "
-                "one. Put the slices of each into a folder of their own"
-                f"{', or give all of them one if they are of one scan' * is_frame}"
+                f"{folder}: {by_one} has the {name} {one!r} and {by_other} has {other!r}; a volume needs one. Put the "
+                "slices of each into a folder of their own, or give all of them one if they are of one scan"
             )
 
 
-def _compare_values(values: np.ndarray, tolerance: float) -> tuple[int, int, str] | None:
-    """Return a row of the smallest group of equal rows, a row of the largest, and the groups' sizes."""
-    groups: list[np.ndarray] = []
-    left = np.arange(len(values))
-    while len(left) and len(groups) < MOST_GROUPS:
-        is_like = np.abs(values[left] - values[left[0]]).max(axis=1) <= tolerance
-        groups.append(left[is_like])
-        left = left[~is_like]
-    if len(groups) == 1:
-        return None
-    groups.reverse()  # of equally large groups the first counts as the usual one
-    groups.sort(key=len)
-    counts = ", ".join(str(len(group)) for group in reversed(groups))
-    more = f" and {len(left)} others" if len(left) else ""
-    return int(groups[0][0]), int(groups[-1][0]), f"{counts}{more} slices are alike"
-
-
-def _measure_step(frames: Sequence[Frame], along: np.ndarray) -> np.ndarray:
+def _measure_step(frames: Sequence[Frame], along: np.ndarray, normal: np.ndarray) -> np.ndarray:
     """Return the step (mm, LPS) from a slice to the next one; the frames are in order."""
+    if len(frames) == 1:
+        if (thickness := frames[0].thickness) is None:
+            raise ReaderError(
+                f"{frames[0].file} is a single slice without SpacingBetweenSlices and SliceThickness; a volume of one "
+                "slice needs one of them. Add it to the header, or name the whole series"
+            )
+        return normal * thickness
     positions = np.array([frame.position for frame in frames])
     gaps = np.diff(along)
     apart = gaps > SAME_PLACE * min(frames[0].spacing)
@@ -206,30 +174,20 @@ def _measure_step(frames: Sequence[Frame], along: np.ndarray) -> np.ndarray:
 
 
 def _explain_doubled(frames: Sequence[Frame], places: Sequence[np.ndarray]) -> ReaderError:
-    """Return the error for frames that share a place, from the frames of each place."""
-    folder = frames[0].file.parent
-    counts = sorted({len(place) for place in places})
+    """Return the error for frames that share a place along the normal, from the frames of each place."""
     place = next(place for place in places if len(place) > 1)
     one, other = (frames[index] for index in place[:2])
-    if np.linalg.norm(np.subtract(one.position, other.position)) > max(one.spacing):
-        return ReaderError(
-            f"{folder}: {one} and {other} lie side by side in one plane, at {list(one.position)} and "
-            f"{list(other.position)} mm; a volume needs one slice per plane. Convert the series to NIfTI"
-        )
-    if len(counts) > 1:
-        many = f"{len(frames)} slices at {len(places)} places, {counts[0]} to {counts[-1]} at each"
-    else:
-        many = f"{counts[0]} slices at {f'each of {len(places)} places' if len(places) > 1 else 'one place'}"
     states = [frames[index].states for index in place]
     differ = [
         f"{name} ({list_some([*dict.fromkeys(state.get(name, 'none') for state in states)])})"
         for name in {name: None for state in states for name in state}
         if len({state.get(name) for state in states}) > 1
     ]
-    apart = f"differ in {'; '.join(differ)}" if differ else "no known tag tells them apart"
+    apart = f"they differ in {'; '.join(differ)}" if differ else "no known tag tells them apart"
     return ReaderError(
-        f"{folder}: {many}, a volume needs one: {one} and {other} both lie at {list(one.position)} mm, and {apart}. "
-        "Put each time, b-value or echo into a folder of its own, for example by dcm2niix; take out duplicates"
+        f"{one.file.parent}: {len(frames)} slices lie at {len(places)} place(s) along their normal, a volume needs one "
+        f"at each: {one} lies at {list(one.position)} mm and {other} at {list(other.position)} mm, and {apart}. Put "
+        "each time, b-value or echo into a folder of its own, for example by dcm2niix; take out duplicates"
     )
 
 

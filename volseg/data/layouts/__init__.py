@@ -1,4 +1,4 @@
-"""Read data sets in their usual layouts: MSD's folders, nnU-Net's, folders of pairs, tables of paths.
+"""Read data sets in their usual layouts: lists of MSD and nnU-Net, folders of pairs (nnU-Net's too), tables of paths.
 
 Each module reads one layout into the same `volseg.data.cases.Task`; `load_task` detects the layout. No later code
 depends on layouts.
@@ -11,7 +11,7 @@ from pathlib import Path
 from volseg.config.nearest import suggest_path
 from volseg.data.cases import Task
 from volseg.data.layouts.declared import MANIFESTS, read_manifest
-from volseg.data.layouts.files import load_msd, load_nnunet
+from volseg.data.layouts.files import load_listed
 from volseg.data.layouts.pairs import IMAGE_FOLDERS, LABEL_FOLDERS, TEST_FOLDERS, detect_arrangement, load_pairs
 from volseg.data.layouts.table import TABLES, list_tables, load_table
 from volseg.errors import DataError
@@ -44,17 +44,18 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
     if place.is_file():
         return load_table(place, require_files=require_files)
     manifest = read_manifest(place)
-    if manifest is not None and {"file_ending", "dataset"} & manifest[1].keys() and "training" not in manifest[1]:
-        return load_nnunet(*manifest, require_files=require_files)
-    listed = manifest is not None and "training" in manifest[1]
-    if not listed and (tables := list_tables(place)):
+    if manifest is not None and {"training", "dataset"} & manifest[1].keys():
+        return load_listed(*manifest, require_files=require_files)
+    if tables := list_tables(place):
         if len(tables) > 1:
             raise DataError(f"{place} holds tables of cases: {', '.join(path.name for path in tables)}; name one")
         return load_table(tables[0], require_files=require_files)
-    if not listed and (arrangement := detect_arrangement(place)) is not None:
+    if (arrangement := detect_arrangement(place)) is not None:
         return load_pairs(place, arrangement, manifest, require_files=require_files)
-    assert manifest is not None, "a folder that find_task returned"
-    return load_msd(*manifest, require_files=require_files)
+    raise DataError(
+        f"{place} lists no cases under 'training', and has no images with label maps; needed: imagesTr and labelsTr, "
+        "or pairs such as CASE.nii.gz and CASE_seg.nii.gz"
+    )
 
 
 def find_task(root: str | Path) -> Path:

@@ -3,22 +3,18 @@
 In MSD's layout the file lists the files of each case. The reader tolerates differences of the ten real tasks (a count
 that is off by one, misspelt keys, strings beside dicts, blanks, macOS' ``._`` files). It is strict about errors that
 would spoil a training: labels, channels, ids and files. nnU-Net's first version writes the same list, for images stored
-as ``CASE_0000.nii.gz``, ``CASE_0001.nii.gz`` ...
-
-nnU-Net's version 2 has ``imagesTr/CASE_0000.nii.gz`` ... and ``labelsTr/CASE.nii.gz``. A data set that nnU-Net 2 can
-train on is read in the same way; gaps in label values are allowed too. Errors that would stop nnU-Net in the middle of
-its work, or change its training data (an undeclared channel), raise immediately.
+as ``CASE_0000.nii.gz``, ``CASE_0001.nii.gz`` ... Its second version may list files anywhere, under ``dataset``; without
+this key its folders are read as pairs (`volseg.data.layouts.pairs`).
 
 References
 ----------
-.. [1] nnU-Net 2.8.1, ``documentation/dataset_format.md``, ``nnunetv2/utilities/utils.py``,
-       ``nnunetv2/utilities/label_handling/label_handling.py``.
+.. [1] nnU-Net 2.8.1, ``documentation/dataset_format.md``, ``nnunetv2/utilities/utils.py``.
 """
 
 import logging
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -26,7 +22,7 @@ from volseg.data.cases import Case, Task
 from volseg.data.dicom.labels import find_dicom_label
 from volseg.data.layouts.declared import make_task, note_columns, read_channel_names, read_labelled, read_regions
 from volseg.data.layouts.naming import image_of, log_once, number_channels
-from volseg.data.readers import SUFFIXES, list_case_files, list_files, match_suffix, stem
+from volseg.data.readers import list_case_files, list_files, match_suffix, stem
 from volseg.errors import DataError
 from volseg.files import require_text
 from volseg.formatting import list_duplicates, list_some
@@ -169,24 +165,51 @@ def _drop_absent(test: Sequence[Case], source: Path) -> list[Case]:
     return present
 
 
-def load_msd(manifest: Path, declared: Mapping[str, Any], *, require_files: bool) -> Task:
-    """Return the task whose cases ``dataset.json`` lists; see `volseg.data.layouts.load_task`."""
+def load_listed(manifest: Path, declared: Mapping[str, Any], *, require_files: bool) -> Task:
+    """Return the task whose cases ``dataset.json`` lists; see `volseg.data.layouts.load_task`.
+
+    The list is ``training`` (MSD's, with ``test``), or nnU-Net's mapping ``dataset``.
+    """
     modalities = read_channel_names(declared, manifest)
     labels = read_regions(declared, manifest)
     columns: dict[str, dict[str, str]] = {}
-    found = {}
-    for key in ("training", "test"):
-        entries = declared.get(key, [] if key == "test" else None)
-        if not isinstance(entries, list):
-            raise DataError(f"{manifest}: {key!r} should be a list of cases, got {type(entries).__name__}")
-        if key == "test":  # may be bare paths
-            entries = [{"image": entry} if isinstance(entry, str) else entry for entry in entries]
-        named = [(f"{manifest}, {key}[{index}]", entry) for index, entry in enumerate(entries)]
-        fields = ("image", "label") if key == "training" else ("image",)
-        found[key] = _read_cases(named, fields, manifest, len(modalities), labels.labels, columns, join_inside)
-    _log_counts(declared, found, manifest, logging.INFO)
-    cases = sort_cases(found["training"], found["test"], manifest, require_files=require_files)
+    read = partial(_read_cases, manifest=manifest, num_channels=len(modalities), labels=labels.labels, columns=columns)
+    if "training" in declared:
+        training = read(_list_entries(declared, "training", manifest), fields=("image", "label"), locate=join_inside)
+        test = read(_list_entries(declared, "test", manifest), fields=("image",), locate=join_inside)
+        log_counts(declared, {"training": training, "test": test}, manifest)
+    else:
+        training = read(_list_mapping(declared["dataset"], manifest), fields=("image", "label"), locate=_expand)
+        test = []
+        log_counts(declared, {"training": training}, manifest, logging.WARNING)
+    cases = sort_cases(training, test, manifest, require_files=require_files)
     return make_task(manifest, declared, modalities, labels, cases, columns)
+
+
+Entries = list[tuple[str, Any]]
+"""Entries of cases, each after its place in the manifest."""
+
+
+def _list_entries(declared: Mapping[str, Any], key: str, manifest: Path) -> Entries:
+    entries = declared.get(key, [])
+    if not isinstance(entries, list):
+        raise DataError(f"{manifest}: {key!r} should be a list of cases, got {type(entries).__name__}")
+    if key == "test":  # may be bare paths
+        entries = [{"image": entry} if isinstance(entry, str) else entry for entry in entries]
+    return [(f"{manifest}, {key}[{index}]", entry) for index, entry in enumerate(entries)]
+
+
+def _list_mapping(listed: Any, manifest: Path) -> Entries:
+    """Return the entries of nnU-Net's ``dataset``, with the fields of MSD's."""
+    if not isinstance(listed, dict):
+        raise DataError(f"{manifest}: 'dataset' should map each case to its files, got {type(listed).__name__}")
+    named = []
+    for name, files in listed.items():
+        where = f"{manifest}, dataset[{name!r}]"
+        if not isinstance(files, dict) or not isinstance(files.get("images"), list):
+            raise DataError(f"{where} should name 'images', a list, and 'label', got {files!r}")
+        named.append((where, {**files, "case": name, "image": files["images"]}))
+    return named
 
 
 Locate = Callable[[Path, str, str], Path]
@@ -194,15 +217,16 @@ Locate = Callable[[Path, str, str], Path]
 
 
 def _read_cases(
-    entries: Iterable[tuple[str, Any]],
+    entries: Entries,
+    *,
     fields: Sequence[str],
+    locate: Locate,
     manifest: Path,
     num_channels: int,
     labels: Mapping[int, str],
     columns: dict[str, dict[str, str]],
-    locate: Locate,
 ) -> list[Case]:
-    """Turn entries, each after its place in the manifest, into cases; add further facts of training to ``columns``."""
+    """Turn entries into cases; add further facts of training to ``columns``."""
     cases = []
     for where, files in entries:
         if not isinstance(files, dict) or not all(_are_named(files.get(field), field) for field in fields):
@@ -252,7 +276,9 @@ def _name_case(files: Mapping[str, Any], image: Path | tuple[Path, ...], folder:
     return first if numbered is None else numbered[0]
 
 
-def _log_counts(declared: Mapping[str, Any], cases: Mapping[str, Sequence[Case]], manifest: Path, level: int) -> None:
+def log_counts(
+    declared: Mapping[str, Any], cases: Mapping[str, Sequence[Case]], manifest: Path, level: int = logging.INFO
+) -> None:
     """Log a wrong numTraining or numTest: the real Task08 is off by one."""
     for key, found in cases.items():
         count = declared.get(f"num{key.capitalize()}", len(found))
@@ -260,90 +286,7 @@ def _log_counts(declared: Mapping[str, Any], cases: Mapping[str, Sequence[Case]]
             log_once(f"{manifest}: num{key.capitalize()} is {count}, but {len(found)} cases were found", level)
 
 
-def load_nnunet(manifest: Path, declared: Mapping[str, Any], *, require_files: bool) -> Task:
-    """Return the task of a raw data set; see `volseg.data.layouts.load_task`."""
-    folder = manifest.parent
-    ending = declared.get("file_ending")  # identifies images; without it any format is allowed
-    if ending is not None and (not isinstance(ending, str) or ending.lower() not in SUFFIXES):
-        raise DataError(f"{manifest}: 'file_ending' is {ending!r}; needed: one of {', '.join(SUFFIXES)}")
-    modalities = read_channel_names(declared, manifest)
-    labels = read_regions(declared, manifest)
-    columns: dict[str, dict[str, str]] = {}
-    if "dataset" in declared:
-        listed = declared["dataset"]
-        if not isinstance(listed, dict):
-            raise DataError(f"{manifest}: 'dataset' should map each case to its files, got {type(listed).__name__}")
-        named = []
-        for name, files in listed.items():
-            where = f"{manifest}, dataset[{name!r}]"
-            if not isinstance(files, dict) or not isinstance(files.get("images"), list):
-                raise DataError(f"{where} should name 'images', a list, and 'label', got {files!r}")
-            named.append((where, {**files, "case": name, "image": files["images"]}))
-        fields = ("image", "label")
-        training = _read_cases(named, fields, manifest, len(modalities), labels.labels, columns, _expand)
-    else:
-        training = _list_training(folder, ending, len(modalities))
-    test = _list_images(folder / "imagesTs", ending, len(modalities)) if (folder / "imagesTs").is_dir() else []
-    _log_counts(declared, {"training": training}, manifest, logging.WARNING)
-    cases = sort_cases(training, test, manifest, require_files=require_files)
-    return make_task(manifest, declared, modalities, labels, cases, columns)
-
-
 def _expand(folder: Path, path: str, where: str) -> Path:
     """Return a path as nnU-Net resolves it: anywhere, with environment variables, relative to the data set's folder."""
     del where
     return Path(os.path.abspath(folder / os.path.expandvars(path)))
-
-
-def _list_training(folder: Path, ending: str | None, num_channels: int) -> list[Case]:
-    images, labels = folder / "imagesTr", folder / "labelsTr"
-    for needed in (images, labels):
-        if not needed.is_dir():
-            raise DataError(f"{folder} has no {needed.name}; nnU-Net's layout needs imagesTr and labelsTr")
-    by_name: dict[str, list[Path]] = defaultdict(list)
-    for path in list_labels(labels):
-        if ending is not None and match_suffix(path) and not path.name.endswith(ending):
-            continue
-        by_name[stem(path)].append(path)
-    if doubled := [name for name, paths in by_name.items() if len(paths) > 1]:
-        raise DataError(f"{labels} holds {list_some([path.name for path in by_name[doubled[0]]])}; keep one of them")
-    cases = _list_images(images, ending, num_channels)
-    if not cases:
-        raise DataError(f"{images} holds no image; needed: CASE_0000{ending or '.nii.gz'}, a file per channel")
-    if alone := sorted(by_name.keys() - {case["case"] for case in cases}):
-        logger.warning("%s: %d label(s) have no image and are left out: %s", labels, len(alone), list_some(alone))
-    for case in cases:
-        found = by_name.get(case["case"])
-        case["label"] = found[0] if found else labels / f"{case['case']}{ending or '.nii.gz'}"
-    return cases
-
-
-def _list_images(folder: Path, ending: str | None, num_channels: int) -> list[Case]:
-    """Return the images of a folder: a path per channel, also for absent files, so that each case is judged by itself.
-
-    If several channels are declared and every case has only channel 0, its file holds all channels.
-    """
-    found: dict[str, dict[int, Path]] = defaultdict(dict)
-    for path in (path for path in list_images(folder) if ending is None or path.name.endswith(ending)):
-        case, channel = number_channels(stem(path)) or (stem(path), num_channels)
-        if channel >= num_channels or channel in found[case]:
-            raise DataError(
-                f"{path} is none of the {num_channels} declared channel(s), or one twice; needed: CASE_0000"
-                f"{ending or '.nii.gz'}, CASE_0001 ..., a file per channel; declare the channel in 'channel_names', or "
-                "move the file away"
-            )
-        found[case][channel] = path
-    is_joined = all(list(channels) == [0] for channels in found.values())
-    return [
-        {
-            "case": require_id(case, str(folder)),
-            "image": channels[0] if is_joined else image_of(_fill(case, channels, num_channels)),
-        }
-        for case, channels in found.items()
-    ]
-
-
-def _fill(case: str, channels: Mapping[int, Path], num_channels: int) -> list[Path]:
-    known = next(iter(channels.values()))
-    ending = known.name[len(stem(known)) :]
-    return [channels.get(number, known.with_name(f"{case}_{number:04d}{ending}")) for number in range(num_channels)]

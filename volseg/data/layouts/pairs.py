@@ -4,23 +4,23 @@ One rule covers all arrangements. A file whose name ends in a word for labels (`
 part before that word is the case. Every other file is an image of the case that its name begins with, and the rest is
 the name of its channel. If images and labels are in folders of those names, the folder gives the kind. If each case has
 a folder, the folder's name is the case. Anything else is refused with a list of the files: ambiguity is never resolved
-by a guess.
+by a guess. nnU-Net's ``imagesTr/CASE_0000.nii.gz`` and ``labelsTr/CASE.nii.gz`` follow the same rule.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from volseg.data.cases import Case, Task
+from volseg.data.cases import Task
 from volseg.data.dicom.labels import DicomLabel, find_dicom_label, read_image_text
 from volseg.data.layouts.declared import make_task
-from volseg.data.layouts.files import list_images, list_labels, require_id, sort_cases
+from volseg.data.layouts.files import list_images, list_labels, log_counts, require_id, sort_cases
 from volseg.data.layouts.naming import (
     SEPARATORS,
     cut_channel,
-    group_channels,
     image_of,
     log_once,
     match_channels,
@@ -142,18 +142,23 @@ def load_pairs(
     images_of = _group_channels(arrangement.images, labels_of, folder)
     if not images_of:
         raise DataError(f"{folder} holds no image with a label; put images and label maps into its folders")
-    names = _require_same_channels(images_of, folder)
-    modalities, order = match_channels(names, name_channels(declared, source), source)
-    cases: list[Case] = [
-        {
-            "case": require_id(case, str(folder)),
-            "image": image_of([channels[names[number]] for number in order]),
-            "label": labels_of[key],
-        }
-        for key, channels in images_of.items()
-        for case in [key[0] or key[1]]
-    ]
-    tests = [] if arrangement.test is None else group_channels(_list_volumes(arrangement.test), modalities)
+    words = _list_words(images_of)
+    _require_channels(images_of, words, folder)
+    modalities, order = match_channels(words, name_channels(declared, source), source)
+    tests_of = {} if arrangement.test is None else _group_tests(_list_volumes(arrangement.test), words)
+    _require_channels(tests_of, words, folder)
+    cases, tests = (
+        [
+            {
+                "case": require_id(key[0] or key[1], str(folder)),
+                "image": image_of([channels[words[number]] for number in order]),
+                **({"label": labels_of[key]} if found is images_of else {}),
+            }
+            for key, channels in found.items()
+        ]
+        for found in (images_of, tests_of)
+    )
+    log_counts(declared, {"training": cases}, source, logging.WARNING)
     training, test = sort_cases(cases, tests, source, require_files=require_files)
     labels = name_labels(declared, source, [case["label"] for case in training], folder, require_files=require_files)
     log_once(f"{folder}: {len(training)} pairs of image and label, channels {', '.join(modalities)}")
@@ -229,20 +234,36 @@ def _group_channels(
     return {key: found[key] for key in sorted(found)}
 
 
-def _require_same_channels(images: Mapping[Key, Mapping[str, Path]], folder: Path) -> list[str]:
-    """Return the channel names, which every case must have: in the order of their numbers, or of the alphabet."""
-    names = sorted({name for channels in images.values() for name in channels}, key=lambda name: (len(name), name))
-    if not all(name.isdigit() for name in names):
-        names.sort()
+def _group_tests(images: Sequence[Path], words: Sequence[str]) -> dict[Key, dict[str, Path]]:
+    """Return the files of each image without a label; their names end in the words for the channels of training."""
+    found: dict[Key, dict[str, Path]] = defaultdict(dict)
+    for path in images:
+        case, channel = (stem(path), 0) if words == [""] else cut_channel(stem(path), words) or (stem(path), None)
+        if channel is None or words[channel] in found["", case]:
+            raise DataError(
+                f"{path} is none of the channels {', '.join(words)} that training images have, or one twice; name test "
+                "images as those of training, or move the file away"
+            )
+        found["", case][words[channel]] = path
+    return found
+
+
+def _list_words(images: Mapping[Key, Mapping[str, Path]]) -> list[str]:
+    """Return the words for the channels, in the order of their numbers, or of the alphabet."""
+    words = {word for channels in images.values() for word in channels}
+    return sorted(words, key=lambda word: (len(word), word) if all(map(str.isdigit, words)) else (0, word))
+
+
+def _require_channels(images: Mapping[Key, Mapping[str, Path]], words: Sequence[str], folder: Path) -> None:
+    """Raise unless every case has one file for each channel."""
     wrong = [
         f"{key[0] or key[1]} has {', '.join(sorted(path.name for path in channels.values()))}"
         for key, channels in images.items()
-        if len(channels) < len(names) or (len(names) > 1 and "" in channels)
+        if len(channels) < len(words) or (len(words) > 1 and "" in channels)
     ]
     if wrong:
-        shown = ", ".join(name or "(no word)" for name in names)
+        shown = ", ".join(word or "(no word)" for word in words)
         raise DataError(
             f"{folder}: not every case has one file for each of the channels {shown}: {list_some(wrong, 3)}; needed: "
             "the same words after each case's name, or a table (CSV) that says what is what"
         )
-    return names

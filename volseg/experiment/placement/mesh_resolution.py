@@ -17,8 +17,7 @@ from torch import nn
 from volseg.config.parallel import MeshPlan
 from volseg.config.schema import ExperimentConfig
 from volseg.data.augmented import EpochBatches
-from volseg.data.case_store.preparing import PreparedCases
-from volseg.data.case_store.reading_group import ALONE, Readers, meet_readers
+from volseg.data.case_store.preparing import ALONE, PreparedCases, Readers, meet_readers
 from volseg.data.cases import Task
 from volseg.estimate.candidate import Candidate, Estimate, name_candidate
 from volseg.estimate.search import SURE, choose

@@ -16,7 +16,7 @@ from volseg.config.registry import read_record
 from volseg.data.case_store.preprocessed import preprocess
 from volseg.data.cases import Case
 from volseg.data.checks.kinds import Remark
-from volseg.data.checks.reading import inspect_cases, read_case, require_sound, summarise_remarks
+from volseg.data.checks.reading import check_cases, read_case, require_sound, summarise_remarks
 from volseg.data.readers import list_files, require_header
 from volseg.data.threads import map_in_threads
 from volseg.errors import ConfigError, DataError, ParallelError, ReaderError, VolsegError
@@ -173,7 +173,7 @@ class PredictionQueue:
         """
         cases = list(self._cases.values())
         with count_up(len(cases), "checking") as count:
-            problems = inspect_cases(cases, self._trained.task, progress=count).problems
+            problems = check_cases(cases, self._trained.task, progress=count)
         require_sound(problems, "fix them, or leave them out")
 
     def leave_out_unusable(self) -> None:
