@@ -31,7 +31,7 @@ from volseg.device.torch_internals import (
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.gradient_sums import GradientSums
-from volseg.parallel.norms import check_script, name_batch_norm, norms_over_replicas
+from volseg.parallel.norms import name_batch_norm, norms_over_replicas, refuse_script
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
 
@@ -132,7 +132,7 @@ class Piped:
         # As on one device: a network in evaluation mode may hold a norm that takes the statistics of the batch.
         if self._replicas.count > 1 and (self._strategy.net.training or torch.is_grad_enabled()):
             _check_norms(self._strategy.net)
-            with watching_scripts(partial(check_script, self._replicas)), _NoNormsOfBatch():
+            with watching_scripts(refuse_script), _NoNormsOfBatch():
                 return self._run(*args, **kwargs)
         return self._run(*args, **kwargs)
 
