@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -195,20 +194,13 @@ def _over(channels: Tensor, like: Tensor) -> Tensor:
 
 
 def check_norms(net: nn.Module, replicas: Replicas) -> None:
-    """Refuse a SyncBatchNorm over processes other than the replicas'; over the replicas' processes it is exact."""
-    if replicas.count == 1:
-        return
-    own = [] if replicas.group is None else dist.get_process_group_ranks(replicas.group)
-    for name, module in net.named_modules():
-        if not isinstance(module, nn.SyncBatchNorm):
-            continue
-        group = module.process_group or (dist.group.WORLD if dist.is_initialized() else None)
-        ranks = [] if group is None else dist.get_process_group_ranks(group)
-        if ranks != own or len(replicas.own) > 1:
-            raise ParallelError(
-                f"{name} is a SyncBatchNorm over the processes {ranks}, and the replicas are on {own}; use a "
-                "plain BatchNorm, which computes the statistics of the whole batch here"
-            )
+    """Refuse a SyncBatchNorm, whose processes may be others than the replicas'."""
+    synchronized = [name for name, module in net.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if synchronized and replicas.count > 1:
+        raise ParallelError(
+            f"{synchronized[0]} is a SyncBatchNorm, whose processes may be others than the replicas'; use a plain "
+            "BatchNorm, which computes the statistics of the whole batch here"
+        )
 
 
 def refuse_script(script: Any) -> None:
