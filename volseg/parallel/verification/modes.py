@@ -199,14 +199,14 @@ class Comparison:
         def compare() -> ModeResult:
             ours, remark = self._run(mode, subject.net, STEPS + first)
 
-            def find_differences(tolerances: Sequence[float]) -> list[Difference]:
+            def compare_steps(tolerances: Sequence[float]) -> list[Difference]:
                 steps = zip(theirs, ours[first:], tolerances, strict=True)
                 return [compare_values(one, other, ignored, most) for one, other, most in steps]
 
-            found = find_differences([self.tolerance] * STEPS)
+            found = compare_steps([self.tolerance] * STEPS)
             wrong = [error for difference in found for error in difference.wrong.values()]
             if wrong and all(error <= MOST for error in wrong):
-                found = find_differences([max(self.tolerance, most) for most in subject.round_off(*key)[first:]])
+                found = compare_steps([max(self.tolerance, most) for most in subject.round_off(*key)[first:]])
             if found[0].both_nan:
                 self.notes.append(f"{mode.name}: NaN in the same places on both sides: {name_few(found[0].both_nan)}")
             return ModeResult.from_steps(mode.name, found, first + 1, message=remark)

@@ -92,7 +92,7 @@ class Subject:
         if other := [name or "the network" for name, m in self.original.named_modules() if m.training != training]:
             self.notes.append(f"in {'eval' if training else 'train'} mode inside {self.state}: {name_few(other)}")
         self.reference = cache(partial(self._train, self.inputs))
-        self.round_off = cache(self._find_round_off)
+        self.round_off = cache(self._measure_round_off)
         self._probe()
 
     def _probe(self) -> None:
@@ -128,7 +128,7 @@ class Subject:
         with self._own_fault(), seeded(seed, list_gpus()):
             return observe_call(model, inputs)
 
-    def _find_round_off(self, *key: Any) -> list[float]:
+    def _measure_round_off(self, *key: Any) -> list[float]:
         """Return for each step the error that the plain network's own round-off explains.
 
         The input is moved by a few units in the last place: a norm over two voxels amplifies this change, and in the
