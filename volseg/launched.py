@@ -80,7 +80,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
         rank=int(known["SLURM_PROCID"]),
         local_rank=int(known["SLURM_LOCALID"]),
         world_size=int(known["SLURM_STEP_NUM_TASKS"]),
-        address=known.get("MASTER_ADDR") or parse_first_node(known["SLURM_STEP_NODELIST"]),
+        address=known.get("MASTER_ADDR") or find_first_node(known["SLURM_STEP_NODELIST"]),
         # Two jobs on one machine, or two steps of a job, need different ports.
         port=int(known.get("MASTER_PORT") or PORTS[(7 * job + int(step)) % len(PORTS)]),
         run=f"slurm {job}.{step}",
@@ -88,12 +88,12 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     )
 
 
-def parse_first_node(written: str) -> str:
+def find_first_node(written: str) -> str:
     """Return the first name of a SLURM node list.
 
     Examples
     --------
-    >>> parse_first_node("node[01-03,07],gpu5")
+    >>> find_first_node("node[01-03,07],gpu5")
     'node01'
     """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", written)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from volseg.launched import parse_first_node, read_launch
+from volseg.launched import find_first_node, read_launch
 
 TORCHRUN = {
     "RANK": "5",
@@ -69,4 +69,4 @@ def test_a_process_alone(environment):
     ],
 )
 def test_the_first_of_a_list_of_nodes(written, name):
-    assert parse_first_node(written) == name
+    assert find_first_node(written) == name
