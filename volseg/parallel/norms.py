@@ -205,7 +205,8 @@ def check_norms(net: nn.Module, replicas: Replicas) -> None:
 
 def refuse_script(script: Any) -> None:
     """Refuse a TorchScript function or method: modes do not see its operators, among which may be a batch norm."""
-    owner = f"{next(script.graph.inputs()).type().name()}." if isinstance(script, ScriptMethod) else ""
+    graph = script.graph
+    owner = f"{next(graph.inputs()).type().name()}." if isinstance(script, ScriptMethod) else ""
     raise ParallelError(
         f"{owner}{script.name} is compiled by torch.jit, and a batch norm in it would use the samples of only one "
         "replica; use the Python function or module"

@@ -149,9 +149,8 @@ class Batching:
                     return _describe(output)
                 except Exception as failure:  # the second run may succeed
                     failures.append(failure)
-        for failure in failures:
-            if isinstance(failure, ParallelError):
-                raise failure
+        if unlike := [failure for failure in failures if isinstance(failure, ParallelError)]:
+            raise unlike[0]
         with runner(True) as run:  # a network that cannot run the batch itself raises its own error
             run(copy_call(call))
         raise ParallelError(
