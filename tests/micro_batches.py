@@ -67,8 +67,9 @@ def assert_same_steps(
     **options: Any,
 ) -> ModelParallel:
     """Compare a pipeline with the plain network, batch after batch: until the plain one refuses, where it may."""
-    reference = copy.deepcopy(net)
-    model = ModelParallel(net, strategy="pipeline", devices=devices, split_size=split_size, **options)
+    reference, batches = copy.deepcopy(net), list(batches)
+    batched = range(len(batches[0])) if len(batches[0]) > 1 else None
+    model = ModelParallel(net, strategy="pipeline", devices=devices, split_size=split_size, batched=batched, **options)
     optimizers = [torch.optim.SGD(each.parameters(), lr) for each in (reference, net)]
     for number, inputs in enumerate(batches):
         for each in (reference, net):

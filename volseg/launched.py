@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 
 OWN_ATTEMPTS = "VOLSEG_ATTEMPTS"
 """Variable that counts earlier starts of the processes: set by volseg's launcher, and by a process that restarts
@@ -81,7 +80,7 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
         rank=int(known["SLURM_PROCID"]),
         local_rank=int(known["SLURM_LOCALID"]),
         world_size=int(known["SLURM_STEP_NUM_TASKS"]),
-        address=known.get("MASTER_ADDR") or list_nodes(known["SLURM_STEP_NODELIST"])[0],
+        address=known.get("MASTER_ADDR") or find_first_node(known["SLURM_STEP_NODELIST"]),
         # Two jobs on one machine, or two steps of a job, need different ports.
         port=int(known.get("MASTER_PORT") or PORTS[(7 * job + int(step)) % len(PORTS)]),
         run=f"slurm {job}.{step}",
@@ -89,26 +88,13 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     )
 
 
-def list_nodes(written: str) -> list[str]:
-    """Expand a SLURM node list into node names.
+def find_first_node(written: str) -> str:
+    """Return the first name of a SLURM node list.
 
     Examples
     --------
-    >>> list_nodes("node[01-03,07],gpu5")
-    ['node01', 'node02', 'node03', 'node07', 'gpu5']
+    >>> find_first_node("node[01-03,07],gpu5")
+    'node01'
     """
-    names = []
-    for group in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", written):
-        parts = re.split(r"\[([^\]]*)\]", group)  # text and ranges alternate
-        choices = [_count(part) if index % 2 else [part] for index, part in enumerate(parts)]
-        names += ["".join(chosen) for chosen in product(*choices)]
-    return names
-
-
-def _count(ranges: str) -> list[str]:
-    """Return the numbers of ``01-03,07``, with their leading zeros."""
-    numbers = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return numbers
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", written)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else written

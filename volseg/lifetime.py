@@ -21,10 +21,6 @@ from volseg.launched import OWN_LAUNCHER
 from volseg.signals import ENDING
 from volseg.streams import show
 
-BEGUN_ANEW = "VOLSEG_BEGUN_ANEW"
-"""Variable with the time of a restart in place, in seconds since boot: the system reports the age of the original
-process."""
-
 UNWRITTEN = 120
 """Exit status of Python where what was printed last could not be written, on a full disk say."""
 
@@ -41,40 +37,28 @@ _before_last_words: list[Callable[[], object]] = []
 _shape: Callable[[str], str] | None = None
 
 
-_counts_from_beginning = False
+_begun: float | None = None
 
 
 def count_from_beginning() -> None:
-    """Declare that this process does one piece of work, which will ask for the process's age."""
-    global _counts_from_beginning
-    _counts_from_beginning = True
+    """Declare that this process does one piece of work, which begins now and will ask for its age."""
+    global _begun
+    _begun = time.monotonic()
 
 
 def take_age() -> float:
-    """Return the seconds since this process started, to the first caller; 0.0 to later ones.
-
-    Also 0.0 if the process does not do one piece of work; a notebook does not.
-    """
-    global _counts_from_beginning
-    counts, _counts_from_beginning = _counts_from_beginning, False
-    if not counts:
-        return 0.0
-    try:
-        with open("/proc/self/stat", encoding="utf-8") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])  # the preceding name may contain any character
-    except FileNotFoundError:  # no /proc is mounted
-        return 0.0
-    begun = max(ticks / os.sysconf("SC_CLK_TCK"), float(os.environ.get(BEGUN_ANEW, 0)))
-    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - begun, 0.0)
+    """Return the seconds since `count_from_beginning` to the first caller; 0.0 to later ones, and in a notebook."""
+    global _begun
+    begun, _begun = _begun, None
+    return 0.0 if begun is None else time.monotonic() - begun
 
 
 def end_with_launcher() -> None:
     """Have this process receive SIGTERM when its launcher ends for any reason.
 
     A killed launcher cannot signal its processes. Linux signals the end of the *thread* that started a process:
-    volseg's
-    own thread waits for the processes that it started. Another program may start processes from a thread that ends
-    earlier; then this process checks its parent once a second.
+    volseg's own thread waits for the processes that it started. Another program may start processes from a thread that
+    ends earlier; then this process checks its parent once a second.
     """
     parent, launcher = os.getppid(), os.environ.get(OWN_LAUNCHER)
     if launcher == str(parent):
@@ -106,8 +90,7 @@ def bind_copy(parent: int) -> None:
     """End this fork with its ``parent``, and restore the default signal handlers.
 
     Copies must not inherit the parent's handling of Ctrl-C and SIGHUP, as the parent ends its copies. A copy that took
-    a
-    signal for an error of its work continued to wait for more, and the parent waited for the copy.
+    a signal for an error of its work continued to wait for more, and the parent waited for the copy.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in set(ENDING) - {signal.SIGTERM}:
@@ -165,8 +148,7 @@ def end_now(status: int) -> NoReturn:
     """Flush the output and end this process without the interpreter's teardown.
 
     During the teardown, C++ threads that call Python (gloo's, torch's) abort the process, which replaces any exit
-    status
-    by -6.
+    status by -6.
     """
     _write_out()
     os._exit(status)
@@ -181,7 +163,6 @@ def begin_anew(variables: Mapping[str, str]) -> NoReturn:
     """
     _write_out()
     os.environ.update(variables)
-    os.environ[BEGUN_ANEW] = str(time.clock_gettime(time.CLOCK_BOOTTIME))
     with suppress(OSError):  # too many files are open: none is left for the listing
         for descriptor in [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2]:
             with suppress(OSError):  # the descriptor of the listing itself

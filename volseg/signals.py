@@ -3,13 +3,12 @@
 - While modules are imported and no work has begun, a signal ends the process at once, with one line: `end_on_signals`.
 - While a command works, a signal raises, so that half-written files and locks are removed: `unwinding_on_signals`. It
   never raises during an import: C code swallows exceptions there (numpy's does), modules stay half imported, and their
-  locks stay held. The signal waits for the end of the import, a few seconds at most.
+  locks stay held. There too the process ends at once, and what it has half written stays, as after SIGKILL.
 - A training records signals and stops between two batches: `volseg.workflow.checks`.
 
 A handler imports nothing and takes no lock. This module is imported before any slow import.
 """
 
-import _thread
 import os
 import signal
 import sys
@@ -30,12 +29,6 @@ INTERRUPTED = tuple(128 + number for number in ENDING)
 
 ONE_EVENT_SECONDS = 2.0
 """Signals closer than this count as one: a launcher forwards signals that the system also sends to its processes."""
-
-SECONDS_BETWEEN_TRIES = 0.05
-"""Pause before a signal that waits for the end of an import is sent again."""
-
-LONGEST_IMPORT_SECONDS = 10.0
-"""An import that takes longer hangs, on a dead network disk for example: the process ends during it."""
 
 LAUNCHING = ("volseg", "volseg.__main__", "volseg.cli", "volseg.experiment", "volseg.importing")
 """Modules whose frames do not count as work; neither do those of the command line (``volseg.cli.*``)."""
@@ -107,8 +100,7 @@ def unwinding_on_signals(*numbers: signal.Signals) -> Iterator[None]:
     *numbers
         `ENDING` by default. Ignored signals stay ignored.
     """
-    handler = _Unwinding()
-    before = {number: signal.signal(number, handler) for number in _list_handled(numbers or ENDING)}
+    before = {number: signal.signal(number, _unwind) for number in _list_handled(numbers or ENDING)}
     try:
         yield
     finally:
@@ -134,51 +126,25 @@ def deferring_signals() -> Iterator[None]:
             signal.raise_signal(caught)
 
 
-class _Unwinding:
-    """A handler that raises outside imports, ends the process before work begins, and otherwise waits."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-        """Time of the signal that waits for the end of an import."""
-        self._is_retry = False
-        """Whether the next call repeats that signal."""
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Raise, wait, or end the process."""
-        is_retry, self._is_retry = self._is_retry, False
-        can_raise, has_begun = _inspect_stack(frame)
-        if not has_begun:
-            _end(number)
-        if can_raise:
-            self._since = None
-            raise_as_signal(number)
-        if self._since is None:
-            self._since = time.monotonic()
-            _thread.start_new_thread(self._retry, (number, _thread.get_ident()))  # threading's would take locks
-        elif time.monotonic() - self._since > (LONGEST_IMPORT_SECONDS if is_retry else ONE_EVENT_SECONDS):
-            _end(number)  # the import hangs, or a second signal arrived
-
-    def _retry(self, number: int, main: int) -> None:
-        while self._since is not None:
-            time.sleep(SECONDS_BETWEEN_TRIES)
-            self._is_retry = signal.getsignal(number) is self
-            if not self._is_retry:  # the handler was replaced: the new one gets the signal once
-                self._since = None
-            signal.pthread_kill(main, number)  # interrupts a system call in which the main thread waits
+def _unwind(number: int, frame: FrameType | None) -> None:
+    """Raise where the exception undoes work; end the process at once during imports, and before work begins."""
+    if not _has_work_to_undo(frame):
+        _end(number)
+    raise_as_signal(number)
 
 
-def _inspect_stack(frame: FrameType | None) -> tuple[bool, bool]:
-    """Return whether an exception raised here propagates, and whether work has begun that it would have to undo.
+def _has_work_to_undo(frame: FrameType | None) -> bool:
+    """Return whether an exception raised here propagates to work that has begun.
 
     Imports and ``__del__`` swallow exceptions. Frames of volseg outside imports count as work; a command that is still
     importing has begun none.
     """
-    can_raise, has_begun = True, False
+    has_begun = False
     while frame is not None:
         code, module = frame.f_code, frame.f_globals.get("__name__", "")
         if code.co_filename.startswith("<frozen importlib") or code.co_name == "__del__":
-            can_raise = has_begun = False
-        elif module.startswith("volseg.") and module not in LAUNCHING and not module.startswith("volseg.cli."):
+            return False
+        if module.startswith("volseg.") and module not in LAUNCHING and not module.startswith("volseg.cli."):
             has_begun = True
         frame = frame.f_back
-    return can_raise, has_begun
+    return has_begun

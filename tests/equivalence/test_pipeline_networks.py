@@ -147,7 +147,8 @@ def check(
     net = case.build().train(train)
     inputs, reference = case.inputs(batch), copy.deepcopy(net)
     devices = ["cpu", *(f"cpu:{number}" for number in range(1, stages))]
-    model = ModelParallel(net, strategy="pipeline", devices=devices, split_size=split, record=record)
+    batched = range(len(inputs)) if len(inputs) > 1 else None
+    model = ModelParallel(net, strategy="pipeline", devices=devices, split_size=split, record=record, batched=batched)
     plain = in_micro_batches(reference, split if train else batch)
     said = None
     try:

@@ -144,14 +144,10 @@ def test_keywords_are_short_for_the_options_of_a_strategy(keywords, options):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"strategy": "spatial", "record": True}, r"record=True: .* strategy='pipeline'.* strategy=Pipeline\(...\)"),
-        ({"cuts": ["1"]}, r"cuts=\['1'\]: .* leave them out for the spatial split \(no split_size was given\)"),
-        ({"split_size": 2, "checkpoint": "all"}, "belong to strategy='spatial'; leave them out for a pipeline"),
-        ({"split_size": 2, "on_unsupported": "gather"}, "belong to strategy='spatial'; leave them out for a pipeline"),
-        (
-            {"split_size": 2, "axes": "D"},
-            r"axes='D': options that belong to strategy='spatial'.* or pass strategy=Spatial\(...\)",
-        ),
+        ({"strategy": "spatial", "record": True}, r"record=True .* strategy='pipeline'.* strategy=Pipeline\(...\)"),
+        ({"cuts": ["1"]}, r"cuts=\['1'\] .* leave it out for the spatial split \(no split_size was given\)"),
+        ({"split_size": 2, "checkpoint": "all"}, "option of strategy='spatial'; leave it out for a pipeline"),
+        ({"split_size": 2, "axes": "D"}, r"axes='D' is .*strategy='spatial'.* or pass strategy=Spatial\(...\)"),
         ({"strategy": Spatial(), "checkpoint": "all"}, r"checkpoint and .* options go into Spatial\(...\)"),
         ({"strategy": Pipeline(), "split_size": 2}, r"split_size and .* options go into Pipeline\(...\)"),
         ({"strategy": 3}, r"must be one of auto, spatial, pipeline, got 3; or Spatial\(...\), Pipeline\(...\)"),
@@ -165,12 +161,6 @@ def test_an_option_that_a_strategy_does_not_have_is_refused_with_the_name_of_the
     if keywords.get("strategy") == "spatial":
         with pytest.raises(TypeError, match=r"no option 'nothing'\. Options of strategies: axes, batched"):
             ModelParallel(net(), strategy="spatial", nothing=1)
-
-
-@pytest.mark.parametrize(("given", "near"), [("strategi", "strategy"), ("ofload", "offload"), ("device", "devices")])
-def test_a_misspelt_option_is_answered_with_a_near_one(given, near):
-    with pytest.raises(TypeError, match=f"no option '{given}'; did you mean '{near}'"):
-        ModelParallel(net(), **{given: "cpu"})
 
 
 def test_a_pipeline_says_that_it_cuts_no_volumes_and_records_by_itself():

@@ -45,12 +45,11 @@ from volseg.estimate.network_plan import describe_network
 from volseg.estimate.planning import _find_volumes
 from volseg.estimate.roofline import classify
 from volseg.estimate.step_memory import compute_memory_use
-from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, Sent, StepTrace
+from volseg.estimate.trace import Allocate, Free, KernelRun, Mark, StepTrace
 from volseg.experiment.network_plan import load_facts
 from volseg.experiment.placement.training_work import describe_training, estimate_reserve
 from volseg.lifetime import is_running
 from volseg.parallel.forking import ForkedWorkers, ask_copy
-from volseg.parallel.replica_strategies import FollowedReplicas
 from volseg.parallel.spatial.sources import Watched
 
 # Steps that are followed without a GPU, within a process that does other things too.
@@ -305,21 +304,6 @@ def test_few_taps_of_many_channels_are_as_many_taps_of_one():
     """A 1 x 1 x 1 convolution of 32 channels, whose row is as long as that of 27 taps, was forecast at 2.3 ms."""
     run = make_run("convolution.few_taps._forward_kernel", (1, 32, *(128,) * 3), (64, 32), (1, 64, *(128,) * 3))
     assert run.bytes_moved / 4.8e12 < H200.seconds(run) < 0.6e-3
-
-
-def test_a_bucket_with_a_parameter_that_is_not_used_is_summed_all_the_same():
-    used, unused = nn.Linear(4, 4), nn.Linear(4, 4)
-    with tracing(H200) as followed:
-        (device,) = followed.devices
-        layers = [followed.copy(each).to(device) for each in (used, unused)]
-        parameters = [each for layer in layers for each in layer.parameters()]
-        replicas = FollowedReplicas(lambda x: layers[0](x), parameters, 2)
-        for _ in range(3):
-            replicas(torch.empty(2, 4, device=device)).sum().backward()
-    (trace,) = followed.traces()
-    sums = [event for event in trace.events if isinstance(event, Sent) and event.kind == "all_reduce"]
-    assert [each.size for each in sums] == [4 * 40] * 2, "the next pass reports the size of the last one"
-    assert FollowedReplicas(torch.relu, [], 2)(torch.ones(1)) == 1, "torch's own function asserts that there are some"
 
 
 # Forecasts that were wrong: results remembered of other arguments, passes that there are none of, refused steps.

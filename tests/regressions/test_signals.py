@@ -79,19 +79,17 @@ def test_a_signal_in_an_import_ends_the_command(start, module, number, options, 
 
 
 SENDS = """
-import os, signal, sys
+import os, signal
 from pathlib import Path
 os.kill(os.getpid(), signal.SIGTERM)
-Path(os.environ["MARKER"]).write_text("whole")
+Path(os.environ["MARKER"]).write_text("went on")
 """
 
 
-@pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.usefixtures("ready_python")
-def test_a_signal_waits_for_the_end_of_an_import_once_work_has_begun(start, config_file, tmp_path, hangs):
-    """A signal also left modules half imported that a training imports late. An import that hangs is not waited for."""
-    hanging = "import time\ntime.sleep(300)\n" if hangs else ""
-    (tmp_path / "late_module.py").write_text(SENDS + hanging, encoding="utf-8")
+def test_a_signal_in_an_import_ends_a_command_that_works_too(start, config_file, tmp_path):
+    """A signal left modules half imported that a training imports late."""
+    (tmp_path / "late_module.py").write_text(SENDS, encoding="utf-8")
     (tmp_path / "own.py").write_text("import late_module\n", encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     job = start(
@@ -102,7 +100,7 @@ def test_a_signal_waits_for_the_end_of_an_import_once_work_has_begun(start, conf
     )
     _, errors = job.communicate(timeout=200)
     assert job.returncode == 128 + signal.SIGTERM, errors
-    assert (tmp_path / "marker").read_text(encoding="utf-8") == "whole"
+    assert not (tmp_path / "marker").exists()
     assert errors.splitlines()[-1].startswith("volseg: interrupted;")
     assert "Traceback" not in errors
 

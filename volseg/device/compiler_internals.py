@@ -100,16 +100,6 @@ def watching_scripts(look: Callable[[Any], None]) -> Iterator[None]:
         _LOOK_AT_SCRIPT.reset(token)
 
 
-def list_script_graphs(script: Any) -> list[Any]:
-    """Return the graph of a TorchScript function or method and those that it forks, with all calls inlined."""
-    graphs = [script.inlined_graph]
-    for graph in graphs:  # which grows
-        for node in graph.findAllNodes("prim::fork"):
-            graphs.append(node.g("Subgraph").copy())
-            torch._C._jit_pass_inline(graphs[-1])
-    return graphs
-
-
 @cache
 def _watch_script_calls() -> None:
     """Wrap both kinds of call for good: two threads could not take turns to wrap and restore them."""

@@ -284,23 +284,6 @@ gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 """Gather every process's tensor into one; torch 2.13 has renamed the function, and deprecates the older name."""
 
 
-def assign_buckets(parameters: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
-    """Return the places of the parameters of each bucket of `DistributedDataParallel`.
-
-    Parameters
-    ----------
-    parameters
-        Of any devices and dtypes; a bucket holds those of one.
-    limits
-        Bytes at which the first bucket of a device and dtype is full, and the others.
-    """
-    if not parameters:  # torch asserts that there are some
-        return []
-    assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
-    found: list[list[int]] = assign(list(parameters), list(limits))[0]
-    return found
-
-
 def get_group_name(group: dist.ProcessGroup) -> str:
     """Return the name under which torch keeps a group."""
     return dist.distributed_c10d._get_process_group_name(group)

@@ -7,6 +7,7 @@ travel over the group's own backend, each slab only to its owner.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -169,11 +170,8 @@ def _send_slabs(
         return slab
     operations = []
     for number in range(1, communicator.num_shards):
-        position, rest = [], number
-        for count in reversed(communicator.grid):
-            position.append(rest % count)
-            rest //= count
-        owned = [layout[p] for layout, p in zip(layouts, reversed(position), strict=True)]
+        position = np.unravel_index(number, communicator.grid)
+        owned = [layout[p] for layout, p in zip(layouts, position, strict=True)]
         piece = narrow_to(value, dims, owned).contiguous()
         operations.append(dist.P2POp(dist.isend, piece, dist.get_global_rank(group, number), group))
     # As one batched call: NCCL warns about single sends, and would open a communicator for each pair.

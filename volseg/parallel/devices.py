@@ -197,14 +197,11 @@ def require_devices(devices: int | Sequence[str], kind: str) -> list[str]:
     ParallelError
         If a device is missing; lists the available ones.
     """
-    gpus = [str(gpu) for gpu in list_gpus()]
     if not isinstance(devices, int):
-        known = ["cpu", *(["cuda"] if gpus else []), *gpus]
-        if absent := [name for name in devices if name not in known]:
-            raise ParallelError(f"devices names {absent[0]}, which is not there; there are {', '.join(known)}")
+        require_visible(list(map(_name_device, devices)))
         return list(devices)
     if kind == "cpu":
         return ["cpu"] * devices
-    if devices > len(gpus):
-        raise ParallelError(f"devices is {devices}, but {len(gpus)} GPU(s) are visible; set it to that or less")
-    return gpus[:devices]
+    if devices > count_gpus():
+        raise ParallelError(f"devices is {devices}, but {count_gpus()} GPU(s) are visible; set it to that or less")
+    return [str(gpu) for gpu in list_gpus()[:devices]]

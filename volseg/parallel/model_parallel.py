@@ -18,7 +18,6 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
@@ -304,22 +303,17 @@ def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options,
         name = "pipeline" if is_cut else "spatial"
         why = f"split_size={given['split_size']!r} was given" if is_cut else "no split_size was given"
     options = STRATEGIES[name]
-    known = set().union(*map(_list_names, STRATEGIES.values()))
-    for key in given.keys() - known:
-        near = get_close_matches(key, ["strategy", "devices", "mesh", *known], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise TypeError(
-            f"ModelParallel() has no option {key!r}{hint} Options of strategies: {', '.join(sorted(known))}"
+    for key, value in given.items():
+        if key in _list_names(options):
+            continue
+        other = next((each for each in STRATEGIES.values() if key in _list_names(each)), None)
+        if other is None:
+            known = sorted(set().union(*map(_list_names, STRATEGIES.values())))
+            raise TypeError(f"ModelParallel() has no option {key!r}. Options of strategies: {', '.join(known)}")
+        raise ParallelError(
+            f"{key}={value!r} is an option of strategy={other.name!r}; leave it out for {options.noun} ({why}), or "
+            f"pass strategy={other.__name__}(...)"
         )
-    for other in STRATEGIES.values():
-        foreign = (_list_names(other) - _list_names(options)) & given.keys()
-        if foreign:
-            shown = " and ".join(f"{key}={value!r}" for key, value in given.items() if key in foreign)
-            whose = "" if other is Spatial else "the stages or the micro-batch of "
-            raise ParallelError(
-                f"{shown}: options that belong to {whose}strategy={other.name!r}; leave them out for {options.noun} "
-                f"({why}), or pass strategy={other.__name__}(...)"
-            )
     return options(**given), why
 
 

@@ -14,19 +14,15 @@ that hold the same shard of different replicas, and give the same bits on every 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import product
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from volseg.device.compiler_internals import ScriptMethod, list_script_graphs, watching_scripts
+from volseg.device.compiler_internals import ScriptMethod, watching_scripts
 from volseg.device.first_order import first_order
 from volseg.device.gpus import has_values, is_recording
 from volseg.device.norm.reference import Running, check_sizes
@@ -65,7 +61,7 @@ def name_batch_norm(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 @contextmanager
 def norms_over_replicas(replicas: Replicas) -> Iterator[None]:
     """Compute the statistics of batch norms over the samples of all replicas within the block."""
-    with watching_scripts(partial(check_script, replicas)), _NormsOverReplicas(replicas):
+    with watching_scripts(refuse_script), _NormsOverReplicas(replicas):
         yield
 
 
@@ -198,44 +194,20 @@ def _over(channels: Tensor, like: Tensor) -> Tensor:
 
 
 def check_norms(net: nn.Module, replicas: Replicas) -> None:
-    """Refuse a SyncBatchNorm over processes other than the replicas'; over the replicas' processes it is exact."""
-    if replicas.count == 1:
-        return
-    own = [] if replicas.group is None else dist.get_process_group_ranks(replicas.group)
-    for name, module in net.named_modules():
-        if not isinstance(module, nn.SyncBatchNorm):
-            continue
-        group = module.process_group or (dist.group.WORLD if dist.is_initialized() else None)
-        ranks = [] if group is None else dist.get_process_group_ranks(group)
-        if ranks != own or len(replicas.own) > 1:
-            raise ParallelError(
-                f"{name} is a SyncBatchNorm over the processes {ranks}, and the replicas are on {own}; use a "
-                "plain BatchNorm, which computes the statistics of the whole batch here"
-            )
-
-
-_NORMS_OF_SCRIPTS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
-
-
-def check_script(replicas: Replicas, script: Any) -> None:
-    """Refuse a TorchScript function or method with a norm over the batch: modes do not see its operators."""
-    if script not in _NORMS_OF_SCRIPTS:
-        _NORMS_OF_SCRIPTS[script] = _get_norm_of_script(script)
-    if norm := _NORMS_OF_SCRIPTS[script]:
-        graph = script.graph
-        owner = f"{next(graph.inputs()).type().name()}." if isinstance(script, ScriptMethod) else ""
+    """Refuse a SyncBatchNorm, whose processes may be others than the replicas'."""
+    synchronized = [name for name, module in net.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if synchronized and replicas.count > 1:
         raise ParallelError(
-            f"{owner}{script.name} is compiled by torch.jit and holds a batch norm ({norm}), which would use the "
-            f"samples of only one of {replicas.count} replicas; use the Python function or module, or freeze the "
-            "module in evaluation (torch.jit.freeze)"
+            f"{synchronized[0]} is a SyncBatchNorm, whose processes may be others than the replicas'; use a plain "
+            "BatchNorm, which computes the statistics of the whole batch here"
         )
 
 
-def _get_norm_of_script(script: Any) -> str | None:
-    """Return the name of the first norm over the batch that is not frozen in evaluation."""
-    for graph, name in product(list_script_graphs(script), (*BATCH_NORMS, "instance_norm")):
-        for node in graph.findAllNodes(f"aten::{name}"):
-            given = [None if value.node().mustBeNone() else value.toIValue() is not False for value in node.inputs()]
-            if name_batch_norm(name, given, {}):
-                return name
-    return None
+def refuse_script(script: Any) -> None:
+    """Refuse a TorchScript function or method: modes do not see its operators, among which may be a batch norm."""
+    graph = script.graph
+    owner = f"{next(graph.inputs()).type().name()}." if isinstance(script, ScriptMethod) else ""
+    raise ParallelError(
+        f"{owner}{script.name} is compiled by torch.jit, and a batch norm in it would use the samples of only one "
+        "replica; use the Python function or module"
+    )

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from volseg.device.gpus import current_gpu_stream, is_gpu, make_stream, move_together, on_stream
 from volseg.device.graph import RecordedFunction
-from volseg.device.record_policy import Recorder
 from volseg.errors import ParallelError
 from volseg.parallel.data_parallel import DataParallel
 from volseg.parallel.model_parallel import ModelParallel
+from volseg.parallel.record_policy import Recorder
 from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.state.recorded import RecordedState
 

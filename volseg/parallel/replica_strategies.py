@@ -20,23 +20,13 @@ from torch.overrides import TorchFunctionMode
 
 from volseg.device.compiler_internals import watching_scripts
 from volseg.device.gpus import has_values, observer
-from volseg.device.module_internals import NormBase
-from volseg.device.torch_internals import (
-    assign_buckets,
-    find_backward_pass,
-    tree_flatten,
-    tree_map_only,
-    tree_unflatten,
-)
+from volseg.device.torch_internals import tree_flatten, tree_map_only, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.fixed_order import sum_in_order
 from volseg.parallel.gradient_sums import GradientSums
-from volseg.parallel.norms import check_script, name_batch_norm, norms_over_replicas
+from volseg.parallel.norms import name_batch_norm, norms_over_replicas, refuse_script
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
-
-BUCKET_LIMITS = (2**20, 25 * 2**20)
-"""Bytes at which a bucket is full: the first bucket of a device, and the others."""
 
 
 class OneDevice:
@@ -131,8 +121,7 @@ class Piped:
         """Run the pipeline; its backward pass sums the gradients."""
         # As on one device: a network in evaluation mode may hold a norm that takes the statistics of the batch.
         if self._replicas.count > 1 and (self._strategy.net.training or torch.is_grad_enabled()):
-            _check_norms(self._strategy.net)
-            with watching_scripts(partial(check_script, self._replicas)), _NoNormsOfBatch():
+            with watching_scripts(refuse_script), _NoNormsOfBatch():
                 return self._run(*args, **kwargs)
         return self._run(*args, **kwargs)
 
@@ -182,41 +171,27 @@ def _average_in_order(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Fu
     return done
 
 
-def _check_norms(net: nn.Module) -> None:
-    """Refuse norms that need statistics of whole batches: a pipeline computes statistics of its micro-batches."""
-    for name, module in net.named_modules():
-        by_sample = isinstance(module, nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d)
-        if not isinstance(module, NormBase) or not (module.training or module.running_mean is None):
-            continue
-        if module.track_running_stats or not by_sample:
-            raise _refuse_norm(f"{name} is a {type(module).__name__}")
-
-
-def _refuse_norm(what: str) -> ParallelError:
-    return ParallelError(
-        f"{what}, which uses the statistics of a whole batch, but each replica of this pipeline sees "
-        "micro-batches of its own rows; use instance or group norm, or data x spatial"
-    )
-
-
 class _NoNormsOfBatch(TorchFunctionMode):
-    """Refuse the norms that a network calls as functions."""
+    """Refuse norms that need statistics of whole batches: a pipeline computes statistics of its micro-batches."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if name := name_batch_norm(func, args, kwargs):
-            raise _refuse_norm(f"the network calls {name} for training")
+            raise ParallelError(
+                f"the network calls {name} for training, which uses the statistics of a whole batch, but each replica "
+                "of this pipeline sees micro-batches of its own rows; use instance or group norm, or data x spatial"
+            )
         return func(*args, **kwargs)
 
 
 class FollowedReplicas(nn.Module):
     """Stand-in for `DistributedDataParallel` in a step on fake tensors: torch's own is C++ that reads real memory.
 
-    Its steps follow torch's sources (``csrc/distributed/c10d/reducer.cpp``): buckets of flat gradients beside the
-    gradients themselves, a copy of each into its bucket and back, a sum over each bucket, and a copy of the network's
-    outputs, from which torch finds unused parameters.
+    As in torch's sources (``csrc/distributed/c10d/reducer.cpp``), flat gradients are kept beside the gradients
+    themselves. Each gradient is copied there, summed and copied back, and so are the network's outputs copied, from
+    which torch finds unused parameters. Here each gradient is a message of its own; torch sends some together.
 
     Parameters
     ----------
@@ -233,14 +208,13 @@ class FollowedReplicas(nn.Module):
     def __init__(self, model: Callable[..., Any], parameters: Iterable[Tensor], processes: int) -> None:
         super().__init__()
         object.__setattr__(self, "_model", model)  # its parameters are not this module's
-        self._processes = processes
         trained = list(parameters)
-        for device in dict.fromkeys(parameter.device for parameter in trained):  # the first replica's weights are sent
-            flat = torch.cat([parameter.detach().reshape(-1) for parameter in trained if parameter.device == device])
-            observer().on_sent(device, "broadcast", flat.nbytes, processes)
-            del flat
-        for places in assign_buckets(trained, BUCKET_LIMITS):
-            _Bucket([trained[place] for place in places], processes)
+        for device in dict.fromkeys(parameter.device for parameter in trained):
+            own = [parameter for parameter in trained if parameter.device == device]
+            flat = torch.cat([parameter.detach().reshape(-1) for parameter in own])
+            observer().on_sent(device, "broadcast", flat.nbytes, processes)  # the first replica's weights are sent
+            for parameter, place in zip(own, flat.split([parameter.numel() for parameter in own]), strict=True):
+                parameter.register_hook(partial(_follow_sum, place, processes))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network, and copy its outputs."""
@@ -248,33 +222,9 @@ class FollowedReplicas(nn.Module):
         return tree_map_only(Tensor, lambda value: value.clone() if value.requires_grad else value, outputs)
 
 
-class _Bucket:
-    """Gradients that are summed in one message; their hooks hold the bucket."""
-
-    def __init__(self, parameters: list[Tensor], processes: int) -> None:
-        first = parameters[0]
-        self._processes, self._count, self._arrived = processes, len(parameters), 0
-        self._pass = -1
-        self._flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        begin = 0
-        for parameter in parameters:
-            parameter.register_hook(partial(self.take, slice(begin, begin + parameter.numel())))
-            begin += parameter.numel()
-
-    def take(self, place: slice, gradient: Tensor) -> Tensor:
-        """Multiply a gradient as in `Piped`, so that its mean is a sum; copy it into the bucket, and back.
-
-        A parameter that the step does not use gets no gradient: the next pass reports the sum of its bucket.
-        """
-        multiplied = gradient * self._processes
-        begun, self._pass = self._pass, find_backward_pass()
-        if self._arrived and begun != self._pass:
-            observer().on_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
-            self._arrived = 0
-        view = self._flat[place].view_as(multiplied)
-        view.copy_(multiplied)
-        self._arrived = (self._arrived + 1) % self._count
-        if self._arrived == 0:
-            observer().on_sent(self._flat.device, "all_reduce", self._flat.nbytes, self._processes)
-        multiplied.copy_(view)
-        return multiplied
+def _follow_sum(place: Tensor, processes: int, gradient: Tensor) -> Tensor:
+    """Multiply a gradient as `Piped` does, so that its mean is a sum; copy it to its place, and back."""
+    multiplied, view = gradient * processes, place.view_as(gradient)
+    view.copy_(multiplied)
+    observer().on_sent(place.device, "all_reduce", place.nbytes, processes)
+    return multiplied.copy_(view)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from volseg.device.graph import RecordedFunction, describe_inputs
-from volseg.device.record_policy import Recorder
 from volseg.errors import ParallelError
 from volseg.models.fit_grid import FitGrid
 from volseg.parallel import FastKernels
+from volseg.parallel.record_policy import Recorder
 from volseg.parallel.state.recorded import RecordedState
 from volseg.parallel.state.watch import Watch
 

@@ -1,23 +1,21 @@
-"""Run the micro-batches of a batch through the stages, or run the network without side effects."""
+"""Run the micro-batches of a batch through the stages, or run the placed network without side effects."""
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from volseg.device.torch_internals import get_version, pytree
+from volseg.device.torch_internals import pytree
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline import run as runs
-from volseg.parallel.pipeline.costs import copy_network, move_call, select
-from volseg.parallel.pipeline.micro_batch import Call, CutBatch, copy_pieces, join, with_pieces
+from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join
 from volseg.parallel.pipeline.placement import BatchContext, PlacedRun, Placement, mark_return
 from volseg.parallel.pipeline.statistics import FrozenStatistics, WholeBatchStatistics
 from volseg.parallel.pipeline.transfer import Passage, PendingCopies, send, wait_for_copies
-from volseg.parallel.state.random import own_random_numbers
+from volseg.parallel.state.module import read_version
 from volseg.parallel.state.recorded import Attempt
 from volseg.parallel.timeline import get_timeline
 
@@ -31,31 +29,22 @@ SPLIT_BATCH_NORM = (
 
 
 def run_batch(net: nn.Module, placement: Placement, batch: CutBatch) -> Any:
-    """Run the micro-batches; copy in-place changes back to the caller's tensors.
+    """Run the micro-batches.
 
-    Pieces of one tensor share its version: an in-place change of one piece would invalidate tensors that autograd has
-    saved of another. So if forward was seen to change its arguments, each micro-batch has copies; otherwise a tensor
-    with a history is watched.
+    Raises
+    ------
+    PartitionError
+        If forward changes an argument in place, and micro-batches have gradients: the pieces of a tensor share its
+        version, so the change of one invalidates what autograd has saved of another.
     """
-    leaves, sizes = pytree.tree_leaves(batch.call), batch.sizes
-    if len(batch.calls) == 1 or not torch.is_grad_enabled():
-        return join(_flow(net, placement, batch), sizes)
-    rows = [number for number, is_cut in enumerate(batch.is_batch) if is_cut]
-    pieces = copy_pieces(leaves, rows, sizes) if placement.changes_arguments else {}
-    if pieces:
-        batch = replace(batch, calls=with_pieces(batch.calls, pieces))
-    results = [leaves[number] for number in rows if leaves[number].requires_grad and not leaves[number].is_leaf]
-    versions = [get_version(tensor) for tensor in results]
-    output = join(_flow(net, placement, batch), sizes)
-    given_back: set[int] = set()
-    for number, own in pieces.items():
-        if id(leaves[number]) not in given_back and any(get_version(piece) for piece in own):
-            given_back.add(id(leaves[number]))  # once, even if it was passed twice
-            leaves[number].copy_(torch.cat(own))
-    if not pieces and versions != [get_version(tensor) for tensor in results]:
+    leaves = pytree.tree_leaves(batch.call)
+    cut = [leaf for leaf, is_cut in zip(leaves, batch.is_batch, strict=True) if is_cut]
+    versions = [(tensor, read_version(tensor)) for tensor in cut]
+    output = join(_flow(net, placement, batch), batch.sizes)
+    if len(batch.calls) > 1 and torch.is_grad_enabled() and runs.list_changed_tensors(versions):
         raise PartitionError(
-            "forward changes an argument in place that needs a gradient, which it did not do when the network "
-            "was measured; change a copy of it, or use the whole batch as split_size"
+            "forward changes an argument in place, and autograd may need it as it was; let the first layer work out of "
+            "place (inplace=False), or use the whole batch as split_size"
         )
     return output
 
@@ -110,19 +99,9 @@ def _send_home(output: Any, target: torch.device, pending: PendingCopies) -> tup
 
 @contextlib.contextmanager
 def lend_untraced(
-    net: nn.Module, placement: Placement | None, devices: Sequence[torch.device], with_hooks: bool
+    net: nn.Module, placement: Placement, devices: Sequence[torch.device], with_hooks: bool
 ) -> Iterator[Callable[[Call], Any]]:
-    """Yield a function that runs the network, on a copy or placed, without side effects."""
-    if placement is None:
-        probe = copy_network(net, devices[0], with_hooks)
-
-        def run(call: Call) -> Any:
-            args, kwargs = move_call(call, devices[0])
-            return probe(*args, **kwargs)
-
-        with select(devices[0]), own_random_numbers(devices):
-            yield run
-        return
+    """Yield a function that runs the placed network without side effects."""
 
     def run_placed(call: Call) -> Any:
         with PlacedRun(placement, FrozenStatistics(counts_batches=True)):  # the attempt restores them

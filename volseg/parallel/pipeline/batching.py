@@ -1,17 +1,13 @@
 """Find the tensors of a call, and of its outputs, with one row per sample; never guess from a length.
 
 A factor per channel may be as long as the batch, and a mean over the batch ``(1, ...)`` as long as a micro-batch of one
-sample. So the network runs with a number of samples that occurs nowhere else in the call, once for each choice of
-arguments to cut. If exactly one choice runs, and gives outputs with that many rows, this choice is the answer.
-Otherwise the call is refused with the names of the candidates: ``batched=`` states the choice.
-
-These runs have no side effects: they save nothing for backward, and changed state is restored. Arguments are tested
-once for each structure of the call, outputs once for each condition of the network.
+sample. If several arguments are as long as the batch, ``batched=`` must name those to cut. To see which outputs have
+one row per sample, the network runs with a number of samples that occurs nowhere else in the call. This run has no side
+effects: it saves nothing for backward, and changed state is restored. There is one for each condition of the network.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from itertools import combinations
 from typing import Any, TypeAlias
 
 import torch
@@ -30,9 +26,6 @@ from volseg.parallel.pipeline.micro_batch import (
 
 Runner: TypeAlias = Callable[[bool], AbstractContextManager[Callable[[Call], Any]]]
 """Context manager of a function that runs the network without side effects; the flag enables the user's hooks."""
-
-MOST_CANDIDATES = 5
-"""Largest number of arguments as long as the batch; each doubles the number of runs."""
 
 MOST_KNOWN = 64
 """Conditions of the network for which outputs are cached."""
@@ -72,54 +65,28 @@ class Batching:
 
     def __init__(self, declared: Sequence[int | str] | None = None) -> None:
         self._declared = None if declared is None else tuple(declared)
-        self._arguments: dict[Hashable, list[bool]] = {}
         self._returned: dict[Hashable, list[Returned]] = {}
 
-    def mark_batch_arguments(self, call: Call, runner: Runner) -> list[bool]:
+    def mark_batch_arguments(self, call: Call) -> list[bool]:
         """Return which leaves of ``call`` have one row per sample.
 
         Raises
         ------
         ParallelError
-            If the leaves cannot be determined, or differ from the declared ones.
+            If several may have, and none were declared, or if they differ from the declared ones.
         """
         if self._declared is not None:
             return _resolve_declared(call, self._declared)
         possible = mark_batch_candidates(*call)
-        if sum(possible) == 1:
-            return possible
-        key = _describe(call), tuple(possible)
-        if key not in self._arguments:
-            self._arguments[key] = self._find(call, possible, runner)
-        return self._arguments[key]
-
-    def _find(self, call: Call, possible: list[bool], runner: Runner) -> list[bool]:
-        places = [place for place, is_candidate in enumerate(possible) if is_candidate]
-        names = _name_leaves(call)
-        asked = ", ".join(names[place] for place in places)
-        if len(places) > MOST_CANDIDATES:
-            raise ParallelError(
-                f"{len(places)} arguments are as long as the batch ({asked}); say which hold one row per sample: "
-                f"ModelParallel(..., batched=[...]) with their positions or names"
-            )
-        choices = [
-            [place in chosen for place in range(len(possible))]
-            for count in range(len(places), 0, -1)
-            for chosen in combinations(places, count)
-        ]
-        samples = _choose_unusual_number(call, 0)
-        found, failures = _try_all(call, choices, samples, runner)
-        if len(found) != 1:
-            told = (
-                "; ".join(", ".join(names[place] for place in places if choice[place]) for choice, _ in found)
-                or "none of them"
+        if sum(possible) > 1:
+            names = ", ".join(
+                name for name, is_candidate in zip(_name_leaves(call), possible, strict=True) if is_candidate
             )
             raise ParallelError(
-                f"the arguments {asked} are as long as the batch, and the network runs with {samples} samples if it "
-                f"cuts {told}; state which have one row per sample: ModelParallel(..., batched=[...]) with their "
-                "positions or names"
-            ) from (failures[0] if failures else None)
-        return found[0][0]
+                f"the arguments {names} are as long as the batch; state which have one row per sample: "
+                "ModelParallel(..., batched=[...]) with their positions or names"
+            )
+        return possible
 
     def prove(
         self, condition: Hashable, call: Call, is_batch: Sequence[bool], size: int, runner: Runner
@@ -165,47 +132,32 @@ class Batching:
         return confirm
 
     def _look(self, call: Call, is_batch: Sequence[bool], size: int, runner: Runner) -> Returned:
+        """Run another number of samples, and return its kind of outputs.
+
+        First without gradients and hooks, then as the user does: a network may differentiate inside, or need a hook
+        that changes shapes.
+        """
         samples = _choose_unusual_number(call, size)
-        found, failures = _try_all(call, [list(is_batch)], samples, runner)
-        if found:
-            return _describe(found[0][1])
+        failures: list[Exception] = []
+        for with_grad, with_hooks in ((False, False), (torch.is_grad_enabled(), True)):
+            with runner(with_hooks) as run, torch.set_grad_enabled(with_grad):
+                try:
+                    output = run(copy_call(resize_call(call, is_batch, samples)))
+                    for number, leaf in enumerate(pytree.tree_leaves(output)):
+                        if isinstance(leaf, Tensor):
+                            check_length(leaf, samples, number)
+                    return _describe(output)
+                except Exception as failure:  # the second run may succeed
+                    failures.append(failure)
+        if unlike := [failure for failure in failures if isinstance(failure, ParallelError)]:
+            raise unlike[0]
+        with runner(True) as run:  # a network that cannot run the batch itself raises its own error
+            run(copy_call(call))
         raise ParallelError(
             f"to distinguish outputs with one row per sample from others, the pipeline ran {samples} samples "
             f"instead of {size}, which failed: {failures[0]}. Choose a split_size that leaves a remainder, or the "
             "whole batch"
         ) from failures[0]
-
-
-def _try_all(
-    call: Call, choices: Sequence[list[bool]], samples: int, runner: Runner
-) -> tuple[list[tuple[list[bool], Any]], list[Exception]]:
-    """Run every choice; return those that give ``samples`` rows, with their outputs, and the errors of the others.
-
-    First without gradients and hooks, then as the user does: a network may differentiate inside, or need a hook that
-    changes shapes.
-    """
-    failures: list[Exception] = []
-    for with_grad, with_hooks in ((False, False), (torch.is_grad_enabled(), True)):
-        found = []
-        with runner(with_hooks) as run, torch.set_grad_enabled(with_grad):
-            for choice in choices:
-                try:
-                    output = run(copy_call(resize_call(call, choice, samples)))
-                    for number, leaf in enumerate(pytree.tree_leaves(output)):
-                        if isinstance(leaf, Tensor):
-                            check_length(leaf, samples, number)
-                except Exception as failure:  # evidence against this choice
-                    failures.append(failure)
-                else:
-                    found.append((choice, output))
-        if found:
-            return found, failures
-    unlike = [failure for failure in failures if isinstance(failure, ParallelError)]
-    if unlike and len(choices) == 1:
-        raise unlike[0]
-    with runner(True) as run:  # a network that cannot run the batch itself raises its own error
-        run(copy_call(call))
-    return [], failures
 
 
 def _choose_unusual_number(call: Call, size: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import as_plain, get_storage_key, pytree
+from volseg.device.torch_internals import as_plain, pytree
 from volseg.errors import ParallelError
 
 PLAIN = (bool, int, float, str, type(None))
@@ -94,37 +94,6 @@ def split(args: Sequence[Any], kwargs: Mapping[str, Any], split_size: int, is_ba
     return [pytree.tree_unflatten(list(row), structure) for row in zip(*pieces, strict=True)]
 
 
-def copy_pieces(leaves: Sequence[Any], places: Sequence[int], sizes: Sequence[int]) -> dict[int, list[Tensor]]:
-    """Copy the micro-batches' pieces of some leaves, once for a tensor that is passed twice.
-
-    Raises
-    ------
-    ParallelError
-        If two tensors share memory: their copies would not share it.
-    """
-    made: dict[int, list[Tensor]] = {}
-    for place in places:
-        leaf = as_plain(leaves[place])
-        made.setdefault(id(leaves[place]), [piece.clone() for piece in leaf.split(list(sizes))])
-    memory = {id(leaf): get_storage_key(leaf.untyped_storage()) for leaf in leaves if isinstance(leaf, Tensor)}
-    if len(set(memory.values())) < len(memory):
-        raise ParallelError(
-            "two arguments share memory, and forward changes its arguments in place: pass a copy of one, x.clone()"
-        )
-    return {place: made[id(leaves[place])] for place in places}
-
-
-def with_pieces(calls: Sequence[Call], pieces: Mapping[int, Sequence[Tensor]]) -> list[Call]:
-    """Return the micro-batches with replaced pieces of some leaves."""
-    found = []
-    for index, call in enumerate(calls):
-        leaves, structure = pytree.tree_flatten(call)
-        for place, rows in pieces.items():
-            leaves[place] = rows[index]
-        found.append(pytree.tree_unflatten(leaves, structure))
-    return found
-
-
 def resize_call(call: Call, is_batch: Sequence[bool], samples: int) -> Call:
     """Return a call of ``samples`` samples: the first ones of ``call``, repeated if it has fewer."""
     leaves, structure = pytree.tree_flatten(call)
@@ -173,30 +142,23 @@ def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def _join_leaf(column: Sequence[Any], sizes: Sequence[int], number: int) -> Any:
     first = column[0]
-    kinds = sorted({type(leaf).__name__ for leaf in column})
-    if len(kinds) > 1:
-        raise ParallelError(
-            f"output {number} of the network is {' or '.join(kinds)}, by micro-batch, which cannot be joined: return "
-            f"the same kind for every sample"
-        )
-    if not isinstance(first, Tensor):
-        if isinstance(first, PLAIN) and all(leaf == first for leaf in column):
-            return first
-        raise ParallelError(
-            f"output {number} of the network is {type(first).__name__}; the pipeline joins tensors (B, ...) in tuples, "
-            "lists and dictionaries, and passes on values that are equal for all micro-batches"
-        )
-    for leaf, size in zip(column, sizes, strict=True):
-        check_length(leaf, size, number)
-    if len(column) == 1:
+    if isinstance(first, PLAIN) and all(type(leaf) is type(first) and leaf == first for leaf in column):
         return first
-    if len({(leaf.shape[1:], leaf.dtype) for leaf in column}) > 1:
-        found = ", ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in column)
+    for leaf, size in zip(column, sizes, strict=True):
+        if isinstance(leaf, Tensor):
+            check_length(leaf, size, number)
+    if len({_describe_rows(leaf) for leaf in column}) > 1 or not isinstance(first, Tensor):
+        found = ", ".join(dict.fromkeys(map(_describe_rows, column)))
         raise ParallelError(
-            f"output {number} of the network has another shape or type for each micro-batch: {found}; return the "
-            f"same for every sample"
+            f"output {number} of the network is {found} by micro-batch; the pipeline joins tensors (B, ...) of one "
+            "shape and type in tuples, lists and dictionaries, and passes on equal plain values"
         )
-    return torch.cat(list(column))
+    return torch.cat(list(column)) if len(column) > 1 else first
+
+
+def _describe_rows(leaf: Any) -> str:
+    """Describe what must be equal for outputs to be joined."""
+    return f"{tuple(leaf.shape[1:])} {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
 def check_length(leaf: Tensor, size: int, number: int) -> None:

@@ -65,7 +65,6 @@ class Observer(runs.Run):
         self._counters = list_batch_counters(net)
         self._calls: dict[str, int] = defaultdict(int)
         self._guards: list[tuple[Any, bool]] = []
-        self._arguments: list[Block] = []
         self._number = 0
 
     def __enter__(self) -> "Observer":
@@ -85,7 +84,8 @@ class Observer(runs.Run):
 
     def note_arguments(self, values: Any) -> None:
         """Count the memory of the call's tensors as made before the first operation."""
-        self._arguments = [self._see(tensor) for tensor in runs.iterate_tensors(values)]
+        for tensor in runs.iterate_tensors(values):
+            self._see(tensor)
 
     def _see(self, tensor: Tensor) -> Block:
         """Return the block of ``tensor``, made by this operation if it is new."""
@@ -140,7 +140,6 @@ class Observer(runs.Run):
         changed = {id(tensor) for tensor in runs.list_changed_tensors(versions)} - self._counters
         rewritten = [(tensor, block) for tensor, block in zip(read, blocks, strict=True) if id(tensor) in changed]
         self.trace.written.update(name for tensor, _ in rewritten if (name := self._name_owner(tensor)))
-        self.trace.changes_arguments |= any(block in self._arguments for _, block in rewritten)
         # The functions between the differentiated tensor and the derivative stay together.
         since = [block.made for block in (blocks if differentiates else [block for _, block in rewritten])]
         named = (self._states.get(id(tensor)) or getattr(tensor, "_volseg_alias", None) for tensor in read)

@@ -69,15 +69,13 @@ class Partition:
     >>> partition = Partition.from_lengths(layers, [1, 2], ["cpu", "cpu"], samples=2, held=[0, 0])
     >>> partition.slowest_ms, round(partition.bound(micro_batches=8), 2)
     (7.0, 1.14)
-    >>> partition.heaviest.modules
-    ('up',)
     """
 
     stages: tuple[StageCost, ...]
     samples: int
     """Samples of the measured micro-batch."""
     notes: tuple[str, ...] = ()
-    """Notes on idle devices, and on devices that are fuller than others."""
+    """Notes on idle devices."""
     predicted_ms: Mapping[int, float] = field(default_factory=dict)
     """Predicted time of a batch, by each number of stages that fits into the devices' memory; empty if not measured."""
 
@@ -134,11 +132,6 @@ class Partition:
     def slowest_ms(self) -> float:
         """Time of the slowest stage for one micro-batch."""
         return max(stage.ms for stage in self.stages)
-
-    @property
-    def heaviest(self) -> LayerCost:
-        """The layer with the largest cost, which no number of devices can divide."""
-        return max((layer for stage in self.stages for layer in stage.layers), key=lambda layer: layer.ms)
 
     def bound(self, micro_batches: int) -> float:
         """Return the largest gain over one device: ``m T / ((m + p - 1) max stage)``.

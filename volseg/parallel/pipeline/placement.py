@@ -63,8 +63,6 @@ class Placement:
     """Identities of the ``num_batches_tracked`` buffers."""
     written: tuple[Tensor, ...] = ()
     """Parameters and buffers that forward changed in the observed call."""
-    changes_arguments: bool = False
-    """Whether forward changed its arguments in place in the observed call."""
     buffered: tuple[nn.Module, ...] = ()
     """Modules with buffers."""
     aliased: set[int] = field(default_factory=set)
@@ -138,7 +136,7 @@ def place(net: nn.Module, trace: Trace, lengths: Sequence[int], devices: Iterabl
     written = tuple(states[name] for name in sorted(trace.written))
     buffered = tuple(module for module in net.modules() if get_buffers(module))
     of_states = tuple(states.values()), list_batch_counters(net), written
-    placement = Placement(locations, dict(anchors), owners, *of_states, trace.changes_arguments, buffered)
+    placement = Placement(locations, dict(anchors), owners, *of_states, buffered)
     runs.install_hooks(net)
     weak = ref(placement)
     for module in net.modules():

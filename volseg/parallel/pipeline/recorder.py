@@ -10,7 +10,7 @@ A recording repeats kernels, not Python. It may replace ``forward`` only if Pyth
 
 The first batches of each kind run eagerly, so that libraries choose kernels and persistent state is created. An attempt
 to record runs ``forward`` once more than the user did. It has no side effects, whether it succeeds or not.
-``device.record_policy`` decides how many recordings there are, and which are dropped.
+``record_policy`` decides how many recordings there are, and which are dropped.
 """
 
 import logging
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from volseg.device.gpus import has_values, is_gpu, observer
 from volseg.device.graph import describe_inputs, read_modes
 from volseg.device.module_internals import HOOKS_OF_ALL_MODULES, get_backward_hooks
-from volseg.device.record_policy import Kind, Recordings
 from volseg.device.torch_internals import count_dispatch_modes
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.graphs import RecordRefusedError
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch
 from volseg.parallel.pipeline.placement import Placement
 from volseg.parallel.pipeline.recorded_batch import RecordedBatch
+from volseg.parallel.record_policy import Kind, Recordings
 from volseg.parallel.state.description import find_tensor
 from volseg.parallel.state.recorded import Attempt
 from volseg.parallel.state.watch import Watch
@@ -151,9 +151,7 @@ class BatchRecorder:
         self.conditions = Conditions(net)
         self._modes = 0 if has_values() else count_dispatch_modes()
         warm_up = WARM_UP if has_values() else TRACED_WARM_UP
-        self._recordings: Recordings[Kind[RecordedBatch]] = Recordings(
-            Kind, warm_up=warm_up, limit=MOST_RECORDINGS, idle=IDLE_BATCHES
-        )
+        self._recordings = Recordings(warm_up=warm_up, limit=MOST_RECORDINGS, idle=IDLE_BATCHES)
 
     @property
     def num_kept(self) -> int:
@@ -178,7 +176,7 @@ class BatchRecorder:
         self._recordings.count(kind)
         return None
 
-    def _record(self, kind: Kind[RecordedBatch], placement: Placement, batch: CutBatch) -> None:
+    def _record(self, kind: Kind, placement: Placement, batch: CutBatch) -> None:
         try:
             self._recordings.keep(kind, self._attempt(placement, batch))
         except Exception as failure:  # a recording that fails costs speed, not the run
@@ -190,8 +188,6 @@ class BatchRecorder:
         hooked = [name for name, parameter in self._net.named_parameters() if get_backward_hooks(parameter)]
         if hooked:
             raise RecordRefusedError(f"the hook of {hooked[0]} would be called for gradients of the attempt")
-        if placement.changes_arguments:
-            raise RecordRefusedError("forward changes its arguments in place")
         observer().on_mark("record_pipeline")
         # Recorded GPU work draws from the GPUs' generators, which a recording does not advance.
         with Attempt(self._net, written=placement.written) as attempt:

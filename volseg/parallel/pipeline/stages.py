@@ -15,14 +15,11 @@ import torch
 from volseg.device.gpus import count_free_bytes, empty_cache, is_gpu
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.balance import (
-    EVEN,
-    Held,
     balance,
     balance_stages,
     choose_quickest,
     compute_held_bytes,
     list_held,
-    measure_unevenness,
     predict_ms,
     sum_runs,
 )
@@ -84,36 +81,22 @@ def plan_stages(
         predicted[stages] = predict_ms(*phases, micro_batches, copies)
     if predicted:
         lengths = cuts[choose_quickest(predicted)]
-        notes = [_explain_idle(predicted, len(lengths), len(devices)), _describe_memory(memory, lengths)]
     else:
         # An estimate must not forbid a batch that may fit: even memory out and let the device decide.
         logger.warning("%s; cutting for even memory", failure)
         lengths = balance_stages(memory, most)
-        notes = [_explain_idle({most: 0.0}, most, len(devices))]
-    names = list(map(str, devices))
-    notes = list(filter(None, notes))
+    names, notes = list(map(str, devices)), _explain_idle(predicted or {most: 0.0}, len(lengths), len(devices))
     return Partition.from_lengths(layers, lengths, names, samples, list_held(held, lengths), notes, predicted)
 
 
-def _explain_idle(predicted: Mapping[int, float], stages: int, devices: int) -> str:
-    """Return why devices stay idle."""
+def _explain_idle(predicted: Mapping[int, float], stages: int, devices: int) -> list[str]:
+    """Return why devices stay idle, if they do."""
     if stages == devices:
-        return ""
+        return []
     idle, most = f"{devices - stages} of {devices} devices idle", max(predicted)
     if most == stages:
-        return f"{idle}: only {stages} layers separate"
-    return f"{idle}: a batch should take {predicted[most]:.3f} ms on {most}, {predicted[stages]:.3f} ms on {stages}"
-
-
-def _describe_memory(memory: Held, lengths: Sequence[int]) -> str:
-    """Describe uneven memory."""
-    stages, ratio = list_held(memory, lengths), measure_unevenness(memory, lengths)
-    if ratio <= EVEN:
-        return ""
-    return (
-        f"stage {stages.index(max(stages))} holds {max(stages) / 2**30:.2f} GiB with parameters and optimizer, "
-        f"{ratio:.2f} times the mean"
-    )
+        return [f"{idle}: only {stages} layers separate"]
+    return [f"{idle}: a batch should take {predicted[most]:.3f} ms on {most}, {predicted[stages]:.3f} ms on {stages}"]
 
 
 def _predict_copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> float:

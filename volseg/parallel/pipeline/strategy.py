@@ -16,7 +16,7 @@ from volseg.errors import ParallelError, PartitionError
 from volseg.parallel.devices import name_devices
 from volseg.parallel.pipeline.balance import choose_quickest, compute_held_bytes, list_held
 from volseg.parallel.pipeline.batch import lend_untraced, run_batch
-from volseg.parallel.pipeline.batching import Batching, Runner
+from volseg.parallel.pipeline.batching import Batching
 from volseg.parallel.pipeline.costs import list_layers, measure, observe_copy
 from volseg.parallel.pipeline.micro_batch import (
     Call,
@@ -53,7 +53,7 @@ class Pipeline:
         allocated. ``"auto"`` records on GPUs.
     batched : sequence of int or str, optional
         Positions and names of the arguments with one row per sample; others go whole to each micro-batch. By default
-        the pipeline finds them by runs with another number of samples; name them if that is ambiguous.
+        the one argument that is as long as the batch; name them if there are several.
 
     Raises
     ------
@@ -216,7 +216,8 @@ class PipelineStrategy:
         if is_open:
             self._recorder.conditions()
             condition = self._recorder.conditions.form, self.net.training
-            confirm = self._batching.prove(condition, (args, kwargs), is_batch, sizes[0], self._runner)
+            runner = partial(lend_untraced, self.net, placement, self.devices)
+            confirm = self._batching.prove(condition, (args, kwargs), is_batch, sizes[0], runner)
         replay = self._recorder.find(placement, cut)
         if replay is not None:
             return replay(cut.call)
@@ -235,12 +236,8 @@ class PipelineStrategy:
             self.split_size if isinstance(self.split_size, int) else 1
         ):
             return get_batch_size(*call), mark_batch_candidates(*call)
-        is_batch = self._batching.mark_batch_arguments(call, self._runner)
+        is_batch = self._batching.mark_batch_arguments(call)
         return len(pytree.tree_leaves(call)[is_batch.index(True)]), is_batch
-
-    @property
-    def _runner(self) -> Runner:
-        return partial(lend_untraced, self.net, self.placement, self.devices)
 
     @property
     def is_replaying(self) -> bool:

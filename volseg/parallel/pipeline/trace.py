@@ -70,8 +70,6 @@ class Trace:
     """Operations that made the outputs."""
     written: set[str] = field(default_factory=set)
     """Parameters and buffers that forward changes."""
-    changes_arguments: bool = False
-    """Whether forward changes its arguments in place."""
     _inner: CallFrame | None = None
 
     def enter(self, call: Call, uses: tuple[int, ...] = (), guard: int = 0) -> None:

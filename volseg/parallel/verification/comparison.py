@@ -47,7 +47,7 @@ SCALES = {"input": "gradient"}
 
 def find_kind(name: str) -> str:
     """Return the key of ``KINDS`` for a value's name."""
-    return "after" if name.endswith(" after the call") else name.partition(" ")[0]
+    return "after" if " after the call" in name else name.partition(" ")[0]
 
 
 def default_objective(outputs: Any) -> Tensor:

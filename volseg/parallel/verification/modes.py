@@ -145,19 +145,14 @@ class Comparison:
         for subject in self.subjects.values():
             results += self._repeat(subject)
             self.notes += subject.notes
-        errors: dict[str, float] = {}
-        for result in results:
-            for name, error in result.errors.items() if result.plain else ():
-                errors[name] = max(error, errors.get(name, 0.0), key=lambda value: (math.isnan(value), value))
         return Report(
-            self.shape,
-            self.shards,
-            errors,
-            self.tolerance,
-            tuple(results),
-            tuple(dict.fromkeys([*self.notes, *said])),
-            "stages" if self.strategy == "pipeline" else "shards",
-            tuple(map(str, self.devices or ())),
+            shape=self.shape,
+            shards=self.shards,
+            strategy=self.strategy,
+            tolerance=self.tolerance,
+            modes=tuple(results),
+            notes=tuple(dict.fromkeys([*self.notes, *said])),
+            devices=tuple(map(str, self.devices or ())),
         )
 
     def _modes(self) -> list[Mode]:
@@ -194,50 +189,42 @@ class Comparison:
 
     def _compare(self, mode: Mode) -> ModeResult:
         """Compare one mode with the plain network."""
-        subject = self.subjects[mode.training]
-        result = ModeResult(name=mode.name)
+        subject, first = self.subjects[mode.training], RECORDED_AFTER if mode.recorded else 0
         if reason := subject.trouble or self._impossible(mode):
-            return replace(result, outcome="not compared", message=reason)
-        steps = STEPS + (RECORDED_AFTER if mode.recorded else 0)
-        ran = self._attempt(lambda: self._run(mode, subject.net, steps), result)
-        if isinstance(ran, ModeResult) and ran.outcome != "failed":
-            return ran
-        # After the parallel run, which may refuse before any computation; a fault of the plain network is raised.
-        key = (steps, mode.gradients, mode.split_size)
-        theirs = subject.reference(*key)
-        if isinstance(ran, ModeResult):
-            return ran
-        ours, remark = ran
-        first = RECORDED_AFTER if mode.recorded else 0
-        found = self._find_differences(mode, theirs, ours, [self.tolerance] * steps)
-        wrong = [error for difference in found for error in difference.wrong.values()]
-        if wrong and max(wrong, key=lambda error: (math.isnan(error), error)) <= MOST:
-            allowed = [max(self.tolerance, most) for most in subject.round_off(*key)]
-            found = self._find_differences(mode, theirs, ours, allowed)
-        if found[0].both_nan:
-            self.notes.append(f"{mode.name}: NaN in the same places on both sides: {name_few(found[0].both_nan)}")
-        return replace(result, steps=found, first=first + 1, message=remark)
-
-    def _find_differences(
-        self, mode: Mode, theirs: Sequence[Values], ours: Sequence[Values], allowed: Sequence[float]
-    ) -> tuple[Difference, ...]:
+            return ModeResult(name=mode.name, outcome="not compared", message=reason)
+        key = STEPS + first, mode.gradients, mode.split_size
+        theirs = subject.reference(*key)[first:]
         ignored = self._find_ignored(mode, theirs[0])
-        steps = list(zip(theirs, ours, allowed, strict=True))[RECORDED_AFTER if mode.recorded else 0 :]
-        return tuple(compare_values(one, other, ignored, most) for one, other, most in steps)
 
-    def _attempt(
-        self, run: Callable[[], tuple[list[Values], str]], result: ModeResult
-    ) -> tuple[list[Values], str] | ModeResult:
-        """Return the values and the remark of a run, or a description of its failure."""
+        def compare() -> ModeResult:
+            ours, remark = self._run(mode, subject.net, STEPS + first)
+
+            def compare_steps(tolerances: Sequence[float]) -> list[Difference]:
+                steps = zip(theirs, ours[first:], tolerances, strict=True)
+                return [compare_values(one, other, ignored, most) for one, other, most in steps]
+
+            found = compare_steps([self.tolerance] * STEPS)
+            wrong = [error for difference in found for error in difference.wrong.values()]
+            if wrong and all(error <= MOST for error in wrong):
+                found = compare_steps([max(self.tolerance, most) for most in subject.round_off(*key)[first:]])
+            if found[0].both_nan:
+                self.notes.append(f"{mode.name}: NaN in the same places on both sides: {name_few(found[0].both_nan)}")
+            return ModeResult.from_steps(mode.name, found, first + 1, message=remark)
+
+        return self._catch(mode.name, compare)
+
+    def _catch(self, name: str, compare: Callable[[], ModeResult]) -> ModeResult:
+        """Return the result of a comparison, or a description of its failure."""
         try:
-            return run()
+            return compare()
         except _NothingToCompareError as reason:
-            return replace(result, outcome="not compared", message=str(reason))
+            outcome, message = "not compared", str(reason)
         except VolsegError as fault:
             self.faults.append(fault)
-            return replace(result, outcome="refused", message=str(fault))
+            outcome, message = "refused", str(fault)
         except Exception as fault:  # counts as a difference: unsupported networks must raise a typed error
-            return replace(result, outcome="failed", message=f"{type(fault).__name__}: {fault}")
+            outcome, message = "failed", f"{type(fault).__name__}: {fault}"
+        return ModeResult(name=name, outcome=outcome, message=message)
 
     def _impossible(self, mode: Mode) -> str:
         """Return why a mode cannot be run here; empty if it can."""
@@ -310,18 +297,15 @@ class Comparison:
         if self.strategy == "spatial":
             again = replace(plain, options=(("checkpoint", self.levels),))
             ways.append(("one seed, recomputed or not", again, 1))
-        results = [ModeResult(name=f"{plain.name}, {name}", plain=False) for name, _, _ in ways]
-        one = self._attempt(partial(self._run, plain, subject.original, 1, 1), results[0])
-        if isinstance(one, ModeResult):
-            return [one]
-        for number, (_, mode, seed) in enumerate(ways):
-            other = self._attempt(partial(self._run, mode, subject.original, 1, seed), results[number])
-            if isinstance(other, ModeResult):
-                results[number] = other
-                continue
-            found = compare_values(one[0][0], other[0][0], tolerance=self.tolerance)
-            results[number] = replace(results[number], steps=(found if seed == 1 else _must_differ(found),))
-        return results
+
+        def compare(name: str, mode: Mode, seed: int) -> ModeResult:
+            (one,), _ = self._run(plain, subject.original, 1, 1)
+            (other,), _ = self._run(mode, subject.original, 1, seed)
+            found = compare_values(one, other, tolerance=self.tolerance)
+            return ModeResult.from_steps(name, [found if seed == 1 else _must_differ(found)])
+
+        named = [(f"{plain.name}, {name}", mode, seed) for name, mode, seed in ways]
+        return [replace(self._catch(way[0], partial(compare, *way)), plain=False) for way in named]
 
 
 def _must_differ(found: Difference) -> Difference:

@@ -14,7 +14,7 @@ from volseg.parallel.verification.comparison import (
     order_worst_first,
 )
 
-LISTED = 10
+LISTED = 5
 """Differences listed for each mode."""
 
 
@@ -23,9 +23,14 @@ class ModeResult:
     """Result of one mode: its differences from the plain network."""
 
     name: str
-    steps: tuple[Difference, ...] = ()
-    first: int = 1
-    """Number of the first step in ``steps``."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Largest relative error by name; NaN if the two sides cannot be subtracted."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Reason of each NaN error, by name."""
+    wrong: Mapping[str, float] = field(default_factory=dict)
+    """Errors above the tolerance of their step, worst first."""
+    tolerances: tuple[float, ...] = ()
+    """Tolerance of each compared step."""
     message: str = ""
     """Reason of a refusal, of a failure or of a missing comparison; or a remark."""
     outcome: str = ""
@@ -33,20 +38,17 @@ class ModeResult:
     plain: bool = True
     """Whether the other side is the plain network instead of another run of the same model."""
 
-    @property
-    def errors(self) -> dict[str, float]:
-        """Largest relative error by name; NaN if the two sides cannot be subtracted."""
-        return name_steps([step.errors for step in self.steps], self.first)
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """Reason of each NaN error, by name."""
-        return name_steps([step.reasons for step in self.steps], self.first)
-
-    @property
-    def wrong(self) -> dict[str, float]:
-        """Errors above the tolerance, worst first."""
-        return order_worst_first(name_steps([step.wrong for step in self.steps], self.first))
+    @classmethod
+    def from_steps(cls, name: str, steps: Sequence[Difference], first: int = 1, **more: Any) -> "ModeResult":
+        """Join the differences of consecutive steps, the first of which has the number ``first``."""
+        return cls(
+            name=name,
+            errors=name_steps([step.errors for step in steps], first),
+            reasons=name_steps([step.reasons for step in steps], first),
+            wrong=order_worst_first(name_steps([step.wrong for step in steps], first)),
+            tolerances=tuple(step.tolerance for step in steps),
+            **more,
+        )
 
     @property
     def status(self) -> str:
@@ -54,20 +56,31 @@ class ModeResult:
         return self.outcome or ("different" if self.wrong else "equal")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Comparison of a network on several devices with the same network on one."""
 
     shape: tuple[int, ...]
     shards: int
-    errors: Mapping[str, float] = field(default_factory=dict)
-    """Largest relative error over all modes by name: ``output 0``, ``input 0`` (its gradient), ``gradient of ...``,
-    ``buffer ...``, ``step of ...``, ``attribute ...``; those of a second step end with ``, step 2``."""
+    """Number of shards or stages."""
+    strategy: str = "spatial"
     tolerance: float = TOLERANCE
     modes: tuple[ModeResult, ...] = ()
     notes: tuple[str, ...] = ()
-    unit: str = "shards"
     devices: tuple[str, ...] = ()
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Largest relative error over all modes by name.
+
+        Names are ``output 0``, ``input 0`` (its gradient), ``gradient of ...``, ``buffer ...``, ``step of ...`` and
+        ``attribute ...``; those of a second step end with ``, step 2``.
+        """
+        found: dict[str, float] = {}
+        for mode in self.modes:
+            for name, error in mode.errors.items() if mode.plain else ():
+                found[name] = max(error, found.get(name, 0.0), key=lambda value: (math.isnan(value), value))
+        return found
 
     @property
     def verdict(self) -> str:
@@ -77,7 +90,7 @@ class Report:
         """
         if any(mode.status in ("different", "failed") for mode in self.modes):
             return "different"
-        return "equal" if any(mode.plain and mode.steps for mode in self.modes) else "not compared"
+        return "equal" if self.errors else "not compared"
 
     @property
     def ok(self) -> bool:
@@ -91,16 +104,16 @@ class Report:
                 "name": mode.name,
                 "status": mode.status,
                 "message": mode.message,
-                "tolerances": [step.tolerance for step in mode.steps],
+                "tolerances": list(mode.tolerances),
                 "errors": {name: None if math.isnan(error) else error for name, error in mode.errors.items()},
-                "reasons": mode.reasons,
+                "reasons": dict(mode.reasons),
             }
             for mode in self.modes
         ]
         return {
             "ok": self.ok,
             "verdict": self.verdict,
-            "strategy": "pipeline" if self.unit == "stages" else "spatial",
+            "strategy": self.strategy,
             "shape": list(self.shape),
             "dtype": "float64",
             "shards": self.shards,
@@ -112,67 +125,38 @@ class Report:
 
     def __str__(self) -> str:
         words = {"equal": "equal to round-off", "different": "DIFFERENT", "not compared": "NOT COMPARED"}
+        parts = f"{self.shards} {'stages' if self.strategy == 'pipeline' else 'shards'}"
         lines = [
-            f"{self.shards} {self.unit} and one device are {words[self.verdict]} on a volume of {self.shape} (float64):"
+            f"{parts} and one device are {words[self.verdict]} on a volume of {self.shape} (float64):",
+            *("", *self._make_table(), ""),
         ]
-        lines += ["", *self._make_table(), "", *self._count()]
-        shared: dict[tuple[str, ...], list[str]] = {}
+        for name, error in list(order_worst_first(self.errors).items())[:1]:
+            lines.append(f"Largest relative error: {_number(error)}{f', {name}' if error else ''}.")
         for mode in self.modes:
             if mode.wrong:
-                shared.setdefault(tuple(_list_names(mode.wrong, mode.reasons)), []).append(mode.name)
-        for listed, names in shared.items():
-            lines += [f"DIFFERENT in {'; '.join(names)}:", *listed]
-        lines += self._collect_messages()
+                lines += [f"DIFFERENT in {mode.name}:", *_list_worst(mode)]
+            if mode.message:
+                lines.append(f"{(mode.outcome or 'remark').capitalize()}, {mode.name}: {mode.message}")
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
     def _make_table(self) -> list[str]:
-        """Return one row per mode and step, with one column per kind of compared values."""
-        present = {find_kind(name) for mode in self.modes for name in mode.errors}
-        kinds = [kind for kind in KINDS if kind in present]
-        rows = [["mode", "step", *(KINDS[kind] for kind in kinds)]]
-        for mode in self.modes:
-            if mode.outcome:
-                rows.append([mode.name, mode.outcome])
-            for number, step in enumerate(mode.steps, mode.first):
-                cells = [_cell(step, kind) for kind in kinds]
-                rows.append([mode.name if number == mode.first else "", str(number), *cells])
-        full = [row for row in rows if len(row) == len(rows[0])]
-        widths = [max(len(row[0]) for row in rows), *(max(len(row[i]) for row in full) for i in range(1, len(rows[0])))]
+        """Return one row per mode, with one column per kind of compared values."""
+        kinds = [kind for kind in KINDS if any(find_kind(name) == kind for mode in self.modes for name in mode.errors)]
+        rows = [["mode", *(KINDS[kind] for kind in kinds)]]
+        rows += [[mode.name, *(_cell(mode, kind) for kind in kinds)] for mode in self.modes if not mode.outcome]
+        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
         return [
-            "  ".join([
-                row[0].ljust(widths[0]),
-                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=False)),
-            ]).rstrip()
+            "  ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], widths, strict=True))])
             for row in rows
-        ]  # fmt: skip
-
-    def _count(self) -> list[str]:
-        """Return the number of compared values, and the largest error."""
-        first = next((mode.steps[0].errors for mode in self.modes if mode.plain and mode.steps), {})
-        if not first:
-            return []
-        counts = {KINDS[kind]: sum(find_kind(name) == kind for name in first) for kind in KINDS}
-        counts["outputs"] -= "output structure" in first
-        told = ", ".join(f"{kind} {count}" for kind, count in counts.items() if count)
-        name, error = next(iter(order_worst_first(self.errors).items()))
-        return [f"Compared: {told}.", f"Largest relative error: {_number(error)}{f', {name}' if error else ''}."]
-
-    def _collect_messages(self) -> list[str]:
-        """Return refusals, failures and remarks; modes with the same message share a line."""
-        shared: dict[tuple[str, str], list[str]] = {}
-        for mode in self.modes:
-            if mode.message:
-                shared.setdefault((mode.outcome or "remark", mode.message), []).append(mode.name)
-        return [f"{kind.capitalize()}, {'; '.join(names)}: {text}" for (kind, text), names in shared.items()]
+        ]
 
 
-def _cell(step: Difference, kind: str) -> str:
-    """Return the largest error of a kind, marked if it is too large."""
-    found = {name: error for name, error in step.errors.items() if find_kind(name) == kind}
+def _cell(mode: ModeResult, kind: str) -> str:
+    """Return the largest error of a kind, marked if one of them is too large."""
+    found = order_worst_first({name: error for name, error in mode.errors.items() if find_kind(name) == kind})
     if not found:
         return "-"
-    worst = next(iter(order_worst_first(found).values()))
-    return _number(worst) + ("" if worst <= step.tolerance else " !")
+    return _number(next(iter(found.values()))) + (" !" if found.keys() & mode.wrong.keys() else "")
 
 
 def _number(error: float) -> str:
@@ -181,10 +165,12 @@ def _number(error: float) -> str:
     return "0" if error == 0 else f"{error:.1e}"
 
 
-def _list_names(errors: Mapping[str, float], reasons: Mapping[str, str]) -> Sequence[str]:
-    lines = []
-    for name, error in list(order_worst_first(errors).items())[:LISTED]:
-        reason = f": {reasons[name]}" if name in reasons else ""
-        lines.append(f"  {_number(error):>9}  {name}{reason}")
-    hidden = len(errors) - LISTED
-    return [*lines, *([f"  ... and {hidden} more, none of them larger"] if hidden > 0 else [])]
+def _list_worst(mode: ModeResult) -> list[str]:
+    """Return the largest differences of a mode, one per line."""
+    worst = list(mode.wrong.items())[:LISTED]
+    lines = [
+        f"  {_number(error):>9}  {name}{f': {mode.reasons[name]}' if name in mode.reasons else ''}"
+        for name, error in worst
+    ]
+    hidden = len(mode.wrong) - len(worst)
+    return [*lines, *([f"  ... and {hidden} more, none of them larger"] if hidden else [])]

@@ -7,6 +7,7 @@ that does not repeat itself with one seed.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,6 +66,11 @@ class Subject:
         Whether inputs may require gradients: not if the network changes them in place.
     notes
         Lines for the report.
+    reference : callable
+        Returns the values after a number of steps of the plain network: with gradients or without, whole or by
+        micro-batches of a size.
+    round_off : callable
+        Takes the same; returns for each step the error that the plain network's own round-off explains.
     """
 
     def __init__(
@@ -83,10 +89,10 @@ class Subject:
         volume = torch.randn(self.shape, dtype=torch.float64, generator=generator).to(home)
         self.inputs = [volume, *(_double(value, home) for value in more)]
         self.notes: list[str] = []
-        self._references: dict[Any, list[Values]] = {}
-        self._allowed: dict[Any, list[float]] = {}
         if other := [name or "the network" for name, m in self.original.named_modules() if m.training != training]:
             self.notes.append(f"in {'eval' if training else 'train'} mode inside {self.state}: {name_few(other)}")
+        self.reference = cache(partial(self._train, self.inputs))
+        self.round_off = cache(self._measure_round_off)
         self._probe()
 
     def _probe(self) -> None:
@@ -122,35 +128,26 @@ class Subject:
         with self._own_fault(), seeded(seed, list_gpus()):
             return observe_call(model, inputs)
 
-    def reference(self, steps: int, gradients: bool, split_size: int | None) -> list[Values]:
-        """Return the values after steps of the plain network, by micro-batches if ``split_size`` is given."""
-        key = steps, gradients, split_size
-        if key not in self._references:
-            self._references[key] = self._train(self.inputs, *key)
-        return self._references[key]
-
-    def round_off(self, steps: int, gradients: bool, split_size: int | None) -> list[float]:
+    def _measure_round_off(self, *key: Any) -> list[float]:
         """Return for each step the error that the plain network's own round-off explains.
 
         The input is moved by a few units in the last place: a norm over two voxels amplifies this change, and in the
         same way the different order of a sum over shards.
         """
-        key = steps, gradients, split_size
-        if key not in self._allowed:
-            generator = torch.Generator().manual_seed(1)
-            ulps = torch.randint(-4, 5, self.shape, generator=generator).to(self.inputs[0]) * EPSILON
-            near = self._train([self.inputs[0] * (1 + ulps), *self.inputs[1:]], *key)
-            changes = [compare_values(*pair).errors for pair in zip(self.reference(*key), near, strict=True)]
-            largest = [max((error for error in change.values() if error == error), default=0.0) for change in changes]
-            self._allowed[key] = [min(MARGIN * change, MOST) for change in largest]
-            self.notes.append(
-                f"{self.state}: ill-conditioned at this size: input moved by round-off moves the plain network's "
-                f"values by up to {max(largest):.0e}, so errors up to {max(self._allowed[key]):.0e} count as equal"
-            )
-        return self._allowed[key]
+        generator = torch.Generator().manual_seed(1)
+        ulps = torch.randint(-4, 5, self.shape, generator=generator).to(self.inputs[0]) * EPSILON
+        near = self._train([self.inputs[0] * (1 + ulps), *self.inputs[1:]], *key)
+        changes = [compare_values(*pair).errors for pair in zip(self.reference(*key), near, strict=True)]
+        largest = [max((error for error in change.values() if error == error), default=0.0) for change in changes]
+        allowed = [min(MARGIN * change, MOST) for change in largest]
+        self.notes.append(
+            f"{self.state}: ill-conditioned at this size: input moved by round-off moves the plain network's "
+            f"values by up to {max(largest):.0e}, so errors up to {max(allowed):.0e} count as equal"
+        )
+        return allowed
 
     def _train(self, inputs: Sequence[Any], steps: int, gradients: bool, split_size: int | None) -> list[Values]:
-        """Train a copy of the plain network; see ``reference``."""
+        """Train a copy of the plain network."""
         model = copy.deepcopy(self.net)
 
         def call(*arguments: Any) -> Any:

@@ -15,9 +15,9 @@ follows from the sequence of kinds, which is equal in all processes that work to
 
 Three decisions differ between the two, because either way would be worse for one of them:
 
-- *Effect of a change of the network.* A step's recordings end with it (``Recorder`` and its ``State``): the network
-  trains, its optimizer belongs to it, and there is room for two recordings. A batch's recordings stay, since the
-  network's condition is part of the kind (``Conditions``): training and validation alternate, and each finds its
+- *Effect of a change of the network.* A step's recordings end with it (``Recorder`` and its ``RecordedState``): the
+  network trains, its optimizer belongs to it, and there is room for two recordings. A batch's recordings stay, since
+  the network's condition is part of the kind (``Conditions``): training and validation alternate, and each finds its
   own recordings again.
 - *Right to refuse.* A step's processes vote after each attempt, since a replaying and an eager process would wait for
   each other's collectives forever; a failure ends all recording. A pipeline is one process, which refuses its kinds of
@@ -29,9 +29,10 @@ Three decisions differ between the two, because either way would be worse for on
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from volseg.device.graph import describe_inputs, read_modes
+from volseg.parallel.state.recorded import RecordedState
 
 logger = logging.getLogger(__name__)
 
@@ -42,61 +43,24 @@ MOST_KINDS = 64
 """Kinds of calls that are counted at a time; with more, the kind changes on every call."""
 
 
-class Recording(Protocol):
-    """A recorded function."""
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """Run it on inputs of the recorded kind."""
-
-    def release(self) -> None:
-        """Free its memory once it is no longer needed."""
-
-
-class State(Protocol):
-    """State besides the inputs on which a recording depends; see ``RecordedState``."""
-
-    def begin(self) -> None:
-        """Save everything before an attempt to record."""
-
-    def keep(self) -> None:
-        """Watch from now on; raise if the function did something that a replay would not do."""
-
-    def put_back(self) -> None:
-        """Undo an attempt that is given up."""
-
-    def done(self) -> None:
-        """Drop the data for undoing an attempt."""
-
-    def find_change(self) -> str | None:
-        """Return the name of a change since the function was recorded, or None."""
-
-
-R = TypeVar("R", bound=Recording)
-
-
 @dataclass(eq=False)
-class Kind(Generic[R]):
-    """Calls that do the same, and their recording."""
+class Kind:
+    """Calls that do the same, and their recording: a function of the inputs with a method ``release``."""
 
     calls: int = 0
     """Number of eager calls."""
-    recording: R | None = None
+    recording: Any = None
     last_used: int = 0
     """Number of the call, of all kinds, that last used the recording."""
     refused: str | None = None
     """Reason why calls of this kind are not recorded."""
 
 
-K = TypeVar("K", bound=Kind[Any])
-
-
-class Recordings(Generic[K]):
+class Recordings:
     """Kinds of calls, and the recordings of some of them.
 
     Parameters
     ----------
-    new : callable
-        Makes a `Kind`.
     warm_up : int
         Number of eager calls of each kind before its recording.
     limit : int
@@ -112,40 +76,40 @@ class Recordings(Generic[K]):
         Recordings made so far.
     """
 
-    def __init__(self, new: Callable[[], K], *, warm_up: int, limit: int, idle: int | None = None) -> None:
-        self._new, self.warm_up, self.limit, self._idle = new, warm_up, limit, idle
+    def __init__(self, *, warm_up: int, limit: int, idle: int | None = None) -> None:
+        self.warm_up, self.limit, self._idle = warm_up, limit, idle
         self.refused: str | None = None
         self.num_recorded = 0
         self._calls = 0
-        self._kinds: dict[Hashable, K] = {}
-        self._kept: list[K] = []
+        self._kinds: dict[Hashable, Kind] = {}
+        self._kept: list[Kind] = []
 
     @property
-    def kept(self) -> list[K]:
+    def kept(self) -> list[Kind]:
         """The kinds that have recordings."""
         return list(self._kept)
 
-    def find_kind(self, key: Hashable) -> K:
+    def find_kind(self, key: Hashable) -> Kind:
         """Return the kind of call that ``key`` describes."""
         kind = self._kinds.get(key)
         if kind is None:
             if len(self._kinds) >= MOST_KINDS:
                 self._kinds = {known: kind for known, kind in self._kinds.items() if kind.recording is not None}
-            kind = self._kinds[key] = self._new()
+            kind = self._kinds[key] = Kind()
         return kind
 
-    def count(self, kind: K) -> None:
+    def count(self, kind: Kind) -> None:
         """Count an eager call."""
         self._calls += 1
         kind.calls += 1
 
-    def use(self, kind: K) -> Any:
+    def use(self, kind: Kind) -> Any:
         """Return the recording of a kind that has one, for a call that it serves."""
         self._calls += 1
         kind.last_used = self._calls
         return kind.recording
 
-    def is_warm(self, kind: K) -> bool:
+    def is_warm(self, kind: Kind) -> bool:
         """Return whether calls of this kind came often enough to be recorded."""
         return kind.calls >= self.warm_up and kind.refused is None and self.refused is None
 
@@ -161,21 +125,21 @@ class Recordings(Generic[K]):
         self.drop(oldest)
         return True
 
-    def keep(self, kind: K, recording: Any) -> None:
+    def keep(self, kind: Kind, recording: Any) -> None:
         """Store the recording of a kind."""
         kind.recording = recording
         kind.last_used = self._calls + 1
         self._kept.append(kind)
         self.num_recorded += 1
 
-    def drop(self, kind: K) -> None:
+    def drop(self, kind: Kind) -> None:
         """Free the recording of a kind."""
         if kind.recording is not None:
             kind.recording.release()
             kind.recording = None
             self._kept.remove(kind)
 
-    def refuse(self, reason: str, kind: K | None = None) -> None:
+    def refuse(self, reason: str, kind: Kind | None = None) -> None:
         """Stop recording calls of this kind, or all calls; existing recordings stay in use."""
         if kind is None:
             self.refused = reason
@@ -189,7 +153,7 @@ class Recordings(Generic[K]):
         self._kinds.clear()
 
 
-class Recorder(Recordings[Kind[Recording]]):
+class Recorder(Recordings):
     """Run a function eagerly some times per kind of inputs, then record it, then replay the recording.
 
     Parameters
@@ -197,14 +161,14 @@ class Recorder(Recordings[Kind[Recording]]):
     run : callable
         The function itself.
     record : callable
-        Returns a `Recording` for inputs like the given ones; raises if it cannot.
+        Returns a recording (see `Kind`) for inputs like the given ones; raises if it cannot.
     agree : callable
         Returns whether all processes agree; called by all of them after each attempt to record.
     warm_up : int
         Number of eager calls per kind.
     limit : int
         Number of kinds to record; calls of further kinds run eagerly.
-    state : State
+    state : RecordedState
         Further state on which the function depends. When it changes, recordings are freed and made anew; it must change
         in all processes in the same way.
     name : str
@@ -216,16 +180,16 @@ class Recorder(Recordings[Kind[Recording]]):
     def __init__(
         self,
         run: Callable[..., Any],
-        record: Callable[..., Recording],
+        record: Callable[..., Any],
         agree: Callable[[bool], bool],
         *,
         warm_up: int,
         limit: int,
-        state: State,
+        state: RecordedState,
         name: str = "the training step",
         advice: str = "set training.record to false, or call the step without RecordedStep",
     ) -> None:
-        super().__init__(Kind, warm_up=warm_up, limit=limit)
+        super().__init__(warm_up=warm_up, limit=limit)
         self._state, self._name, self._advice = state, name, advice
         self._run, self._record, self._agree = run, record, agree
         self._changes = 0
@@ -259,7 +223,7 @@ class Recorder(Recordings[Kind[Recording]]):
         else:
             logger.info("%s has changed since %s was recorded as a CUDA graph: recording again", changed, self._name)
 
-    def _try_to_record(self, kind: Kind[Recording], inputs: tuple[Any, ...]) -> None:
+    def _try_to_record(self, kind: Kind, inputs: tuple[Any, ...]) -> None:
         recording, reason, kept = None, "in another process", False
         self._state.begin()
         try:

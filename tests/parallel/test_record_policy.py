@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from in_group import in_group
 
-from volseg.device.record_policy import MOST_KINDS, Kind, Recorder, Recordings
+from volseg.parallel.record_policy import MOST_KINDS, Recorder, Recordings
 
 
 class Played:
@@ -90,7 +90,7 @@ def test_an_interrupt_is_not_taken_for_a_failure(make):
 
 
 def test_a_recording_that_is_long_idle_gives_way_to_another_where_idleness_has_a_limit():
-    recordings = Recordings(Kind, warm_up=1, limit=1, idle=3)
+    recordings = Recordings(warm_up=1, limit=1, idle=3)
     first, second = recordings.find_kind("first"), recordings.find_kind("second")
     for kind in (first, second):
         assert not recordings.is_warm(kind)
@@ -108,7 +108,7 @@ def test_a_recording_that_is_long_idle_gives_way_to_another_where_idleness_has_a
     assert first.recording is None
     assert not recordings.kept
     assert recordings  # `if recorder:` asks for the recorder, not for its recordings
-    unlimited = Recordings(Kind, warm_up=0, limit=1)
+    unlimited = Recordings(warm_up=0, limit=1)
     unlimited.keep(unlimited.find_kind("first"), Played("first"))
     for _ in range(1000):
         unlimited.count(unlimited.find_kind("second"))
@@ -116,7 +116,7 @@ def test_a_recording_that_is_long_idle_gives_way_to_another_where_idleness_has_a
 
 
 def test_kinds_are_refused_one_by_one_or_all_together():
-    recordings = Recordings(Kind, warm_up=0, limit=2)
+    recordings = Recordings(warm_up=0, limit=2)
     one, other = recordings.find_kind(1), recordings.find_kind(2)
     recordings.refuse("looks at values", one)
     assert (recordings.is_warm(one), recordings.is_warm(other)) == (False, True)
@@ -126,7 +126,7 @@ def test_kinds_are_refused_one_by_one_or_all_together():
 
 
 def test_kinds_that_are_ever_new_are_forgotten_but_for_those_with_recordings():
-    recordings = Recordings(Kind, warm_up=0, limit=1)
+    recordings = Recordings(warm_up=0, limit=1)
     kept = recordings.find_kind("kept")
     recordings.keep(kept, Played("kept"))
     counted = recordings.find_kind("counted")
