@@ -1,20 +1,13 @@
 """The processes of the benchmarks: they answer together, and where one fails all end with its reason."""
 
 import argparse
-import gzip
-import json
 import os
-import time
-import weakref
 from pathlib import Path
 
-import networks
 import pytest
-import results
-import spatial
 import task04
 import workers
-from workers import Group, Worker, ask, share_gpus
+from workers import Group, share_gpus
 
 SCRIPT = f"""
 import os, sys, time
@@ -41,29 +34,18 @@ def group(tmp_path):
     made.end()
 
 
-def test_a_group_measures_row_after_row_in_the_same_processes(group):
-    first, second = (group.ask({}, 2, 60) for _ in range(2))
-    assert [answer["rank"] for answer in first] == ["0", "1"]
-    assert first == second
-
-
 @pytest.mark.parametrize(
     ("how", "told"), [("raises", "ZeroDivisionError"), ("dies", "its process ended by 7"), ("hangs", workers.LATE)]
 )
 def test_a_worker_that_fails_ends_its_group_with_the_reason(group, how, told, monkeypatch):
     monkeypatch.setattr(workers, "IMPORT_S", 0)
-    before = group.ask({}, 2, 60)
+    before, again = (group.ask({}, 2, 60) for _ in range(2))
+    assert [answer["rank"] for answer in before] == ["0", "1"]
+    assert before == again  # row after row in the same processes
     [failed] = group.ask({"fails": 1, "how": how}, 2, 60 if how != "hangs" else 1)
     assert told in failed["error"]
     assert "last words" in failed["log"] or how == "hangs"  # whose words may come later
-    assert [answer["rank"] for answer in group.ask({}, 2, 60)] == [answer["rank"] for answer in before]
-
-
-def test_a_worker_that_has_ended_is_told_nothing_and_says_so(tmp_path):
-    (tmp_path / "script.py").write_text("raise SystemExit(3)", encoding="utf-8")
-    worker = Worker(tmp_path / "script.py")
-    time.sleep(0.5)
-    assert ask([worker], [{}], 60)[0]["error"] == "its process ended by 3"
+    assert [answer["rank"] for answer in group.ask({}, 2, 60)] == ["0", "1"]
 
 
 def test_jobs_share_the_gpus_and_one_that_fails_loses_no_other():
@@ -86,43 +68,3 @@ def test_each_fold_has_the_cores_of_its_place_whichever_thread_starts_it(monkeyp
     chosen = argparse.Namespace(folds=[0, 1, 2, 3, 4, 5], gpus=2, cores=1, cold=False)
     assert task04.train_folds(chosen).keys() == {*chosen.folds}
     assert all(core == allowed for core, allowed in places)
-
-
-class Ended:
-    """A worker whose process has given its answer and ended."""
-
-    def hear(self, seconds):
-        return {"error": "its process ended by 0"}
-
-    def tell(self, message):
-        pass
-
-    read_log = end = lambda self: ""
-
-
-def test_kernels_are_no_question_to_who_measured_exactness(monkeypatch, tmp_path):
-    monkeypatch.setattr(networks, "Worker", lambda *_: Ended())
-    row = {**networks.ROWS["exactness on 2 GPUs"], "network": "UNet", "name": "exactness", "sides": (8, 8, 8)}
-    running = networks.Running(row, 0, argparse.Namespace(cache=tmp_path, threads=1))
-    running.told = {"ours_to_plain": 0}
-    running.write_kernels(tmp_path / "kernels")
-    assert running.tell() == {"ours_to_plain": 0}
-
-
-def test_a_row_of_slabs_leaves_no_memory_to_the_next(monkeypatch):
-    """A step refers to its network, and back: its memory was counted with the next row's."""
-    left = []
-
-    class Step:
-        def __init__(self):
-            self.network = self
-            left.append(weakref.ref(self))
-
-    monkeypatch.setattr(spatial, "measure", lambda row: {"held": bool(Step()) and left[0]() is not None})
-    assert [told["held"] for told in spatial.answer(iter([{}, {}]))] == [True, False]
-
-
-def test_the_table_of_kernels_is_packed_as_its_name_says(monkeypatch, tmp_path):
-    monkeypatch.setattr(results, "read_environment", dict)
-    results.write_result(tmp_path / "h200.json.gz", rows=[1])
-    assert json.loads(gzip.decompress((tmp_path / "h200.json.gz").read_bytes()))["rows"] == [1]
