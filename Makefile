@@ -54,14 +54,17 @@ tests/long.txt: $(INSTALLED)
 test-all: $(LINT)
 	$(ONE_THREAD) $(PYTEST) $(SHARED_OUT) --hypothesis-profile random -m "not gpu and not multi_gpu and not image"
 
+# The files of tests that name a marker: the others would be imported for nothing.
+naming = $$(grep -rlwE '$(1)' tests --include='test_*.py')
+
 test-gpu: $(READY)
 	$(TESTER) -c 'import sys, torch; n = torch.cuda.device_count(); print(n, "GPUs, torch", torch.__version__); sys.exit(not n)'
-	$(TESTER) -m pytest -q -n $(GPU_WORKERS) --dist loadfile -m gpu tests
-	$(TESTER) -m pytest -q -m multi_gpu tests
+	$(TESTER) -m pytest -q -n $(GPU_WORKERS) --dist loadfile -m gpu $(call naming,mark\.gpu|with_kernels)
+	$(TESTER) -m pytest -q -m multi_gpu $(call naming,mark\.multi_gpu)
 
 # Triton's kernels without a GPU, by its interpreter.
 test-kernels: $(if $(READY),$(INTERPRETER))
-	$(ONE_THREAD) TRITON_INTERPRET=1 $(TESTER) -m pytest -q -n $(WORKERS) -m kernels tests
+	$(ONE_THREAD) TRITON_INTERPRET=1 $(TESTER) -m pytest -q -n $(WORKERS) -m kernels $(call naming,mark\.kernels|with_kernels)
 
 # What `volseg view` puts into its pages: NiiVue, fetched by npm and compared with its SHA-512. Wheels built here hold it.
 viewer: $(INSTALLED)

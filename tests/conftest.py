@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import settings
 from in_group import end_groups
-from marked_files import SAID, leaves_out, require_said
 from small_pictures import restore_pictures, shrink_pictures
 
 # The machine may be busy; the time of one example says nothing.
@@ -194,16 +193,9 @@ def dicom_series() -> Path:
     return _shared("dicom/hippocampus_crop")
 
 
-def pytest_ignore_collect(collection_path, config):
-    """Leave out, unless it is asked for by its name, what holds no test of the one marker that ``-m`` names."""
-    named = {Path(arg.partition("::")[0]).resolve() for arg in config.args}
-    return True if collection_path not in named and leaves_out(collection_path, config.option.markexpr) else None
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(items):
-    """Mark the tests of ``long.txt``, skip those that need devices this machine lacks, refuse what never would run."""
-    require_said((item.path, marker) for item in items for marker in SAID if item.get_closest_marker(marker))
+    """Mark the tests of ``long.txt``, and skip those that need devices that this machine lacks."""
     devices = torch.cuda.device_count()
     for item in items:
         if LONG & {item.nodeid, item.nodeid.partition("[")[0]}:

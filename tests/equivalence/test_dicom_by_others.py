@@ -124,7 +124,7 @@ def test_slices_that_simpleitk_compresses(tmp_path, compressor):
     np.testing.assert_allclose(volume.affine, [[-1, 0, 0, -1], [0, -1, 0, -2], [0, 0, 2, 0], [0, 0, 0, 1]])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))  # a voxel type each
 @pytest.mark.parametrize("syntax", [*PLAIN, pydicom.uid.RLELossless], ids=["implicit", "explicit", "big", "RLE"])
 def test_frames_of_one_file(tmp_path, seed, syntax):
     made = Made(seed, **({"kinds": TYPES[:4], "least": 6} if syntax.is_compressed else {}))

@@ -4,15 +4,14 @@ Triton's interpreter runs the kernels of norms on CPUs here. They send through f
 in the place of GPUs' memory, or by messages.
 """
 
-import runpy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import data_parallel_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,8 +23,6 @@ from volseg.device.norm import choice
 from volseg.device.peer.values import RelayedValues, ValueMailbox
 from volseg.parallel.spatial.lazy import statistics
 from volseg.parallel.spatial.transport import communicator, one_process, process_group
-
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("data_parallel_cases.py"))))
 
 pytestmark = [
     pytest.mark.kernels,

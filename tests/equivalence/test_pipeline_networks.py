@@ -1,11 +1,9 @@
 """Networks through the pipeline equal the plain ones by micro-batches, or are refused: outputs, gradients, buffers."""
 
 import copy
-import runpy
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import monai_networks as census
 import pytest
 import torch
 from micro_batches import gradients, in_micro_batches
@@ -20,42 +18,11 @@ from volseg.models.topology import plan_vnet_topology
 from volseg.parallel import ModelParallel
 from volseg.parallel.pipeline.recorder import WARM_UP
 
-census = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("monai_networks.py"))))
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*:UserWarning:monai"),
 ]
-
-
-class ResNet(nn.Module):
-    """torchvision-like: pooling, functional flatten, a classifier."""
-
-    class Block(nn.Module):
-        def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-            super().__init__()
-            self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
-            self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
-            self.relu = nn.ReLU(inplace=True)
-            self.downsample = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-
-        def forward(self, x: Tensor) -> Tensor:
-            out = self.relu(self.bn1(self.conv1(x)))
-            out = self.bn2(self.conv2(out))
-            out += self.downsample(x)
-            return self.relu(out)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.relu = nn.Conv2d(3, 4, 7, 2, 3, bias=False), nn.ReLU(inplace=True)
-        self.bn, self.pool = nn.BatchNorm2d(4), nn.MaxPool2d(3, 2, 1)
-        self.layers = nn.Sequential(self.Block(4, 4, 1), self.Block(4, 8, 2), self.Block(8, 8, 1))
-        self.avgpool, self.fc = nn.AdaptiveAvgPool2d((1, 1)), nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers(self.pool(self.relu(self.bn(self.stem(x)))))
-        return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
 class TwoInThreeOut(nn.Module):
@@ -89,13 +56,20 @@ OWN = {
     "VNet, narrow, of thick slices": census.Case(
         make=lambda: NarrowVNet(plan_vnet_topology((216, 256, 9), (1.5, 1.5, 10.0))), shapes=((1, 32, 16, 6),)
     ),
-    "ResNet of slices": census.Case(make=ResNet, shapes=((3, 32, 32),)),
     "two in, three out": census.Case(make=TwoInThreeOut, shapes=((1, 6, 6, 6), (2, 6, 6, 6))),
 }
 
 NETWORKS = {**census.NETWORKS, **OWN, "SwinUNETR of slices": census.Case(make=swin_of_slices, shapes=((1, 64, 32),))}
 
-CUT_ANYWHERE = (*OWN, "UNet, residual", "UNet, batch norm", "DynUNet, supervised", "SegResNet", "AttentionUnet")
+CUT_ANYWHERE = (
+    *OWN,
+    "ResNet10",
+    "UNet, residual",
+    "UNet, batch norm",
+    "DynUNet, supervised",
+    "SegResNet",
+    "AttentionUnet",
+)
 
 FAST = ("RegUNet", "VoxelMorph", "ViT, classifying", "VQVAE", "DiffusionModelUNet, conditioned")
 

@@ -112,12 +112,6 @@ def chain(how: Callable[..., object], **more: object) -> RunLayers:
     return RunLayers(how, **{"a": conv(), "b": conv(), **more})
 
 
-def with_buffer(how: Callable[..., object], value: Tensor) -> RunLayers:
-    net = chain(how)
-    net.register_buffer("t", value)
-    return net
-
-
 def with_spectral_norm() -> RunLayers:
     net = chain(lambda net, x: net.b(net.a(x)))
     spectral_norm(net.a)
@@ -128,16 +122,6 @@ def with_shapes_of_a_hook() -> RunLayers:
     net = chain(lambda net, x: net.b(net.a(x)), a=conv(4, 2))
     net.a.register_forward_pre_hook(lambda module, args: (torch.cat([args[0], args[0] * 2], 1),))
     return net
-
-
-def counting(net: RunLayers, x: Tensor) -> Tensor:
-    net.t.add_(1)
-    return net.b(net.a(x)) * net.t.clone()
-
-
-def replaced(net: RunLayers, x: Tensor) -> Tensor:
-    net.t = net.t + x.detach().mean()
-    return net.b(net.a(x)) + net.t
 
 
 def moving_codebook(net: RunLayers, x: Tensor) -> Tensor:
@@ -158,19 +142,6 @@ def array_drawn(net: RunLayers, x: Tensor) -> Tensor:
 def called_as_counted(net: RunLayers, x: Tensor) -> Tensor:
     net.calls += 1
     return net.b(net.a(x)) * net.calls
-
-
-def alternate(net: RunLayers, x: Tensor) -> Tensor:
-    net.calls += 1
-    x = net.a(x).tanh()
-    return net.c(net.b(x).tanh() if net.calls % 2 else x)
-
-
-def overwrite(net: RunLayers, x: Tensor) -> Tensor:
-    gate = net.c(x).sigmoid()
-    with torch.no_grad():
-        gate.mul_(2.0)
-    return net.b(net.a(x)) + gate.detach()
 
 
 def steepest(net: RunLayers, x: Tensor) -> Tensor:
@@ -212,11 +183,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], list[list[str] | None], bool 
     # No function shows what NumPy drew, so every batch did the same to look at, and a replay kept the first factor.
     "drawn array": (lambda: chain(array_drawn), AT_B, False),
     "drawn number": (lambda: chain(lambda net, x: net.b(net.a(x)) * random.random()), AT_B, False),
-    "drawn path": (
-        lambda: chain(lambda net, x: net.c(net.b(net.a(x)) if random.random() < 0.5 else net.a(x)), c=conv()),
-        [["c"]],
-        False,
-    ),
     "counted calls": (lambda: chain(called_as_counted, calls=0), AT_B, False),
     # A branch on a value was recorded as it went once (on hosts, and for tensors of the host beside a GPU).
     "branch on a value": (lambda: chain(lambda net, x: net.b(net.a(x)) * (2 if x.mean() > 0 else 3)), AT_B, False),
@@ -224,15 +190,6 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], list[list[str] | None], bool 
     "codebook": (lambda: chain(moving_codebook, t=nn.Parameter(torch.ones(2), requires_grad=False)), AT_B, False),
     # ``max_norm`` changes the parameter in forward; runs that do not count must not.
     "embedding": (lambda: chain(embedded, table=nn.Embedding(2, 1, max_norm=0.5)), AT_B, False),
-    # The attempt to record ran forward twice more and left buffers changed; a copy of a changed buffer on another stage
-    # kept the value of the first micro-batch. Refused before it is tried, and copied anew.
-    "counter": (lambda: with_buffer(counting, torch.zeros(())), AT_B, False),
-    "codebook in a buffer": (lambda: with_buffer(moving_codebook, torch.ones(2)), AT_B, False),
-    "replaced buffer": (lambda: with_buffer(replaced, torch.zeros(())), AT_B, False),
-    # Measuring computed a gradient that the branch does not need, and failed on the overwritten tensors.
-    "overwriting branch": (lambda: chain(overwrite, c=conv()), [None], None),
-    # Measuring runs the network several times. It raised a ValueError if the runs called other layers.
-    "path that varies": (lambda: chain(alternate, c=conv(), calls=0), [None], None),
     # Its power iteration was taken twice more by the attempt to record.
     "spectral norm": (with_spectral_norm, AT_B, None),
     # A replay kept the branch of the recorded batch, and a trained tensor that is no parameter got no gradient.

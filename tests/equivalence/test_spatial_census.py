@@ -1,11 +1,10 @@
 """MONAI's networks on slabs: how many are exact, and what the others are refused for; never another number.
 
 The counts, and what each network does, are in ``spatial_census.json``, which the slow test compares. After a change
-that is meant, write it anew with ``python tests/equivalence/test_spatial_census.py``.
+that is meant, write it anew: ``PYTHONPATH=tests python tests/equivalence/test_spatial_census.py``.
 """
 
 import json
-import runpy
 import traceback
 import warnings
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from monai_networks import NETWORKS
 from torch import Tensor, nn
 
 from volseg.errors import ParallelError, UnsupportedOperatorError
@@ -27,9 +27,7 @@ from volseg.parallel.verification.comparison import (
     observe,
 )
 
-HERE = Path(__file__).parent
-NETWORKS: dict[str, Any] = runpy.run_path(str(HERE / "monai_networks.py"))["NETWORKS"]
-TABLE = HERE / "spatial_census.json"
+TABLE = Path(__file__).with_name("spatial_census.json")
 
 FAST = (
     "UNet, residual",

@@ -1,20 +1,16 @@
 """N shards equal one device: outputs, every gradient, buffers and steps, in one process and across processes."""
 
-import runpy
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import spatial_cases as spatial
 import torch
 from beside_plain import assert_small, compare, name_cpus
 from in_group import in_group
 
 from volseg.parallel import ModelParallel
 
-SCRIPT = Path(__file__).with_name("spatial_cases.py")
-spatial = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 NAMES = sorted(spatial.CASES)
 
 

@@ -4,16 +4,14 @@ Only sums of two element types are written by tiles, which float64 has none of: 
 """
 
 import copy
-import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import spatial_cases as spatial
 import torch
 import torch.nn.functional as F
 from beside_plain import WAYS, assert_no_coarser, assert_small, compare, measure_rounding, on_slabs
@@ -24,8 +22,6 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.convolution import plan, slab
 from volseg.parallel.spatial.lazy import addition, norm
 from volseg.parallel.spatial.operators import convolution
-
-spatial = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("spatial_cases.py"))))
 
 TILED = on_slabs(1, checkpoint="tiled")
 
@@ -81,11 +77,6 @@ def run(name: str, **where: Any) -> dict[str, float]:
     return spatial.run(tiled, **where)
 
 
-def run_in_process(name: str) -> dict[str, float]:
-    with small_tiles(), sums_of_any_type():
-        return run(name)
-
-
 CASES = {
     "channels last": (True, True),
     "dynunet all recomputed": (True, True),
@@ -104,24 +95,6 @@ OTHERS = [pytest.param(name, 1, marks=pytest.mark.slow) for name in sorted({*spa
 def test_a_network_by_tiles_equals_the_plain_one(name: str, shards: int, counted: Counted) -> None:
     assert_small(run(name, devices=["cpu"] * shards, fixed_order=shards > 1))
     assert name not in CASES or (bool(counted["convolutions"]), bool(counted["transposed"])) == CASES[name]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]])
-def test_vnet_with_sums_by_tiles_equals_the_plain_one(devices: list[str], counted: Counted) -> None:
-    with sums_of_any_type():
-        assert_small(run("vnet", devices=devices, fixed_order=len(devices) > 1))
-    assert len(counted["sums"]) >= 2 * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "name"),
-    [(2, "channels last, one sample"), (3, "dynunet all recomputed"), (3, "attention unet"), (2, "vnet"), (3, "vnet")],
-)
-def test_networks_of_processes_by_tiles_equal_one_device(processes: int, name: str) -> None:
-    for errors in in_group(processes, run_in_process, name):
-        assert_small(errors)
 
 
 class Level(nn.Module):
@@ -260,25 +233,6 @@ def test_frozen_parameters_get_no_gradient_and_the_others_theirs(frozen: list[st
     with sums_of_any_type():
         check_tiled(plain, make_volume(1, 1 if len(frozen) > 1 else 2))
     assert bool(counted["sums"]) == (len(frozen) == 1)
-
-
-class ReadTwice(Residual):
-    """What is added up is read by a convolution, looked at, and added again."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        skip = F.elu(torch.add(self.norm(self.first(x)), x.repeat([1, 2, 1, 1, 1])))
-        wide = self.way_up(torch.cat((skip, skip), 1))
-        total = F.elu(self.last(wide) + torch.cat((skip, skip), 1))
-        return self.head(total) + total[:, :3] * skip.mean() + total.mean()
-
-
-def test_a_sum_that_others_read_too_gets_all_of_its_gradient(counted: Counted) -> None:
-    torch.manual_seed(7)
-    plain = ReadTwice().double()
-    with sums_of_any_type():
-        for shards in (1, 2):
-            check_tiled(plain, make_volume(1, 2), shards)
-    assert counted["sums"]
 
 
 @pytest.mark.parametrize(

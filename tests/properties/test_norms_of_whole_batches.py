@@ -5,12 +5,10 @@ statistics, a second step, and evaluation afterwards. The norms get pooled volum
 a level of one plane, which every shard computes whole.
 """
 
-import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 
+import data_parallel_cases as cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,8 +17,6 @@ from hypothesis import strategies as st
 from in_group import in_group
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool3d as pool
-
-cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "equivalence" / "data_parallel_cases.py")))
 
 
 def gate_by_rows(net: "Normed", x: Tensor) -> Tensor:

@@ -1,20 +1,15 @@
 """Random networks on slabs: each equals itself on one device, or is refused with a typed error."""
 
-import runpy
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import spatial_dags as dags
 from in_group import in_group
 from torch import Tensor
 
 from volseg.parallel.spatial.volume import ShardedVolume
-
-SCRIPT = Path(__file__).with_name("spatial_dags.py")
-dags = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 
 
 def assert_equal_or_refused(seeds: range, draw: Callable[[int], Any] = dags.draw) -> Counter[str]:

@@ -5,7 +5,6 @@ slice. Rounded cosines, new UIDs in each file, overlays in unused bits, and padd
 """
 
 import struct
-from itertools import product
 
 import numpy as np
 import pytest
@@ -248,7 +247,7 @@ REFUSED = [
     *map(without, ([1], [2, 3], [4])),
     *(
         (series(4, lambda i, t=tag: {t: None} if i == 2 else {}, SOPClassUID=uid, Modality=kind), rf"s002\.dcm {said}")
-        for (kind, uid), (tag, said) in product(CLASSES.items(), OF_GEOMETRY)
+        for (kind, uid), (tag, said) in zip(CLASSES.items(), OF_GEOMETRY * 2, strict=False)
     ),
     *((dose(GridFrameOffsetVector=offsets), said) for offsets, said in OF_DOSES),
     (

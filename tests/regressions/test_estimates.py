@@ -22,7 +22,6 @@ import torch
 from monai.networks.nets import UNet
 from ready_python import wait_until
 from torch import nn
-from torch.library import Library, register_fake
 from typer.testing import CliRunner
 
 import volseg
@@ -31,10 +30,9 @@ from volseg import experiment
 from volseg.cli import app
 from volseg.device.fake_gpu import fake_device
 from volseg.device.gpus import has_values, is_gpu, make_stream
-from volseg.device.torch_internals import get_storage_key
 from volseg.errors import ConfigError, ParallelError, UnsupportedOperatorError
 from volseg.estimate import StepPlan
-from volseg.estimate.candidate import Candidate, Estimate, Freedom
+from volseg.estimate.candidate import Candidate, Estimate
 from volseg.estimate.candidate_trace import trace_candidate
 from volseg.estimate.estimator import Machine, Planned
 from volseg.estimate.fake_step.meta_kernels import MetaKernels
@@ -313,31 +311,6 @@ V100, H200 = find_kind("v100-16"), find_kind("h200")
 aten = torch.ops.aten
 
 
-def share_memory(one, other):
-    return get_storage_key(one.untyped_storage()) == get_storage_key(other.untyped_storage())
-
-
-@pytest.fixture
-def second():
-    """An operator that views its second tensor, and does not say so: none of torch's is sure to do so for good."""
-    library = Library("aten", "FRAGMENT")
-    library.define("volseg_test_second(Tensor first, Tensor second) -> Tensor")
-    register_fake("aten::volseg_test_second", lambda first, second: second.view(-1), lib=library)
-    yield aten.volseg_test_second.default
-    library._destroy()
-
-
-def test_a_view_of_the_second_of_two_tensors_that_share_memory_is_none_of_the_first(second):
-    with tracing(V100) as followed:
-        kernels, device = MetaKernels(followed.mode), followed.devices[0]
-        whole = torch.empty(4, 4, device=device)
-        assert share_memory(kernels.run(second, (whole, whole.view(4, 4)), {}), whole)
-        apart = torch.empty(4, 4, device=device), torch.empty(4, 4, device=device)
-        viewed = kernels.run(second, apart, {})
-        assert share_memory(viewed, apart[1])
-        assert not share_memory(viewed, apart[0])
-
-
 def test_a_tensor_that_was_given_twice_is_no_other():
     with tracing(V100) as followed:
         kernels = MetaKernels(followed.mode)
@@ -501,34 +474,6 @@ def test_a_patch_that_no_gpus_could_hold_is_refused_in_words(request, side, form
     said = str(told.exception)
     assert "take smaller patches or volumes, or a smaller batch" in said
     assert str(side) in said
-
-
-def make(sides):
-    return describe_network(nn.Conv3d(1, 2, 3, padding=1), (1, 1, *sides), dtype=torch.float32)
-
-
-def test_the_largest_volume_is_found_from_such_a_size():
-    kind = find_kind("v100-16")
-    machine = Machine(gpu=kind, num_gpus=1, links=get_links(kind), gpu_bytes=kind.memory)
-
-    def find(side):
-        planned = Planned(
-            work=make((side,) * 3),
-            machine=machine,
-            free=Freedom(),
-            resize=lambda sides: (make(sides), 0),
-            divisors=(64, 64, 64),
-        )
-        return _find_volumes(planned, Candidate(kernels="torch"), [(1, 1, 1)])[0]
-
-    found = find(100_000)
-    assert found == find(256)
-    assert found is not None
-    assert found.needed <= kind.memory
-    forecast = Planned(work=make((100_000,) * 3), machine=machine).follow(Candidate(kernels="torch"))
-    assert forecast.more_than is not None
-    assert forecast.memory is None
-    assert not forecast.runs
 
 
 @pytest.mark.parametrize("fixed", [1, 3, 6])

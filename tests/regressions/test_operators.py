@@ -12,7 +12,6 @@ from made_up_networks import Apply
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel import ModelParallel
@@ -388,16 +387,6 @@ def test_volumes_assigned_to_picked_entries(form: str, pick: str) -> None:
 ONE_OR_TWO = [["cpu"], ["cpu", "cpu:1"]]
 
 
-class Counter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x
-
-
 def convolution() -> nn.Conv3d:
     return nn.Conv3d(2, 2, 3, padding=1, bias=False)
 
@@ -407,41 +396,6 @@ def assert_same(net: nn.Module, devices: list[str], **options: Any) -> None:
     torch.manual_seed(0)
     model = ModelParallel(copy.deepcopy(net), strategy="spatial", devices=devices, **options)
     assert_small(compare(net, model, [torch.randn(2, 2, 9, 4, 4, dtype=torch.float64)], steps=2))
-
-
-ENDS: dict[str, Callable[[], list[nn.Module]]] = {
-    "batch norm and activation": lambda: [nn.BatchNorm3d(2), nn.ReLU(inplace=True)],
-    "tracked instance norm": lambda: [nn.InstanceNorm3d(2, track_running_stats=True)],
-    "counter and group norm": lambda: [Counter(), nn.GroupNorm(1, 2), nn.LeakyReLU()],
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "all"}], ids=["", "checkpoint=all"])
-@pytest.mark.parametrize("devices", ONE_OR_TWO, ids=len)
-@pytest.mark.parametrize("end", ENDS)
-def test_a_checkpointed_block_that_ends_in_a_norm(end: str, devices: list[str], options: dict[str, str]) -> None:
-    """The norm was computed behind the block, the recomputation stopped before it, and buffers changed once less often
-    than torch changes them."""
-
-    def forward(net: RunLayers, x: Tensor) -> Tensor:
-        return net.last(checkpoint(net.block, x, use_reentrant=False))
-
-    block = nn.Sequential(convolution(), nn.LeakyReLU(), convolution(), *ENDS[end]())
-    assert_same(RunLayers(forward, block=block, last=convolution()).double(), devices, **options)
-
-
-@pytest.mark.parametrize("devices", ONE_OR_TWO, ids=len)
-def test_a_checkpoint_in_a_checkpoint(devices: list[str]) -> None:
-    """A norm of the outer block was computed in the inner one: torch missed its tensors in the recomputation."""
-
-    def forward(net: RunLayers, x: Tensor) -> Tensor:
-        def outer(y: Tensor) -> Tensor:
-            return checkpoint(net.block, net.block(y), use_reentrant=False)
-
-        return net.last(checkpoint(outer, x, use_reentrant=False))
-
-    block = nn.Sequential(convolution(), nn.BatchNorm3d(2), nn.ReLU())
-    assert_same(RunLayers(forward, block=block, last=convolution()).double(), devices)
 
 
 @pytest.mark.parametrize("how", ["backward", "autograd.backward", "autograd.grad"])

@@ -3,7 +3,6 @@
 import copy
 import ctypes
 import logging
-import pickle
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from beside_plain import RunLayers
-from micro_batches import ROUND_OFF, assert_same_steps, conv, gradients, seed_all, volumes
+from micro_batches import ROUND_OFF, assert_same_steps, conv, gradients, volumes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -272,60 +271,6 @@ def test_modules_that_hide_what_they_do_are_refused(make, message):
     """They failed somewhere inside, with messages about hooks."""
     with pytest.raises(ParallelError, match=message):
         ModelParallel(make(), strategy="pipeline", devices=TWO, split_size=1)
-
-
-def test_pickled_and_copied_after_a_step():
-    """A placement holds parameters by identity, which a file does not keep: it is found anew."""
-    net = nn.Sequential(conv(), nn.BatchNorm3d(2), conv()).double()
-    model = ModelParallel(net, strategy="pipeline", devices=TWO, split_size=2, record=True)
-    x = volumes()
-    for _ in range(WARM_UP + 1):
-        model(x).sum().backward()
-    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        other.eval(), model.eval()
-        torch.testing.assert_close(other(x), model(x), **ROUND_OFF)
-        other.zero_grad(), model.zero_grad()
-        other(x).sum().backward(), model(x).sum().backward()
-        torch.testing.assert_close(gradients(other.module), gradients(net), **ROUND_OFF)
-        assert other.module is not net
-        assert len(other.partition.stages) == 2
-        model.train()
-
-
-@pytest.mark.parametrize("strategy", ["auto", "pipeline"])
-def test_numbers_of_python_and_calls_count_once(strategy):
-    """Looking at the network first drew numbers, counted calls, and changed the caller's tensor once more."""
-
-    def how(net: RunLayers, x: Tensor) -> Tensor:
-        x.mul_(2)
-        net.calls += 1
-        net.count.add_(1)
-        drawn = random.random() * np.random.rand() * torch.rand(()).item()  # noqa: NPY002
-        return net.b(torch.fft.fftn(net.norm(net.a(x)), dim=(2, 3, 4)).real * drawn * net.calls)
-
-    net, seen = chain(how, norm=nn.BatchNorm3d(2)), []
-    net.calls = 0
-    net.a.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    net.register_buffer("count", torch.zeros(()))
-    reference = copy.deepcopy(net)
-    model = ModelParallel(net, strategy=strategy, devices=TWO)
-    # One sample: forward runs for each micro-batch, and measured times decide how many a larger batch has.
-    inputs, found = [volumes()[:1] for _ in range(WARM_UP + 2)], []
-    for each in (model, reference):
-        seed_all(1)
-        seen.clear()
-        given = [x.clone() for x in inputs]
-        outputs = [each(x) for x in given]
-        sum(output.square().sum() for output in outputs).backward()
-        found.append(
-            (outputs, given, torch.rand(1), random.random(), of_numpy(), [*seen] if strategy == "pipeline" else [])
-        )
-    assert model.chosen == "pipeline"
-    torch.testing.assert_close(found[0][:3], found[1][:3], **ROUND_OFF)
-    assert found[0][3:] == found[1][3:]
-    torch.testing.assert_close(gradients(net), gradients(reference), **ROUND_OFF)
-    torch.testing.assert_close(dict(net.named_buffers()), dict(reference.named_buffers()), **ROUND_OFF)
-    assert net.calls == reference.calls
 
 
 X = torch.zeros(2)

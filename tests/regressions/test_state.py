@@ -1,7 +1,6 @@
 """State has one owner: stories of networks whose state, arguments or random numbers were another one's."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -304,17 +303,6 @@ def test_an_attempt_that_cannot_be_undone_is_refused() -> None:
     net = RunLayers(lambda net, x: torch.fft.fft(x.mul_(2), dim=2).real)
     with pytest.raises(ParallelError, match="choose strategy='pipeline'"):
         ModelParallel(net, devices=["cpu"] * 2)(volume().requires_grad_() * 1)
-
-
-def test_a_model_is_pickled_and_copied_after_a_step() -> None:
-    """Its context held weak references, which nothing can pickle."""
-    plain = nn.Sequential(convolution(1, 2), nn.InstanceNorm3d(2), convolution(2, 1)).double()
-    model, x = spatial(plain, checkpoint="all"), volume()
-    assert_same_training(plain, model, x)
-    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        assert isinstance(twin, ModelParallel)
-        assert next(twin.parameters()) is not next(model.parameters())
-        assert_same_training(copy.deepcopy(plain), twin, x)
 
 
 def test_lazy_modules_are_refused_until_they_have_a_shape() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import RunLayers
+from beside_plain import RunLayers, assert_small, compare
 from monai.data import MetaTensor
 from torch import Tensor, nn
 from traced_graphs import trace_only
@@ -117,16 +117,18 @@ def note(module: nn.Module, args: object, result: object) -> None:
 
 @each_wrapper
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_had_lost_the_hooks_of_the_wrapper(wrap, duplicate) -> None:
-    model = wrap(make_net())
+def test_copies_after_a_step_train_by_themselves_and_keep_the_hooks(wrap, duplicate) -> None:
+    """They lost the wrapper's hooks; a context held weak references, and a placement parameters by identity."""
+    plain, x = make_net().double(), torch.randn(2, 1, 8, 8, 8, dtype=torch.float64)
+    model = wrap(copy.deepcopy(plain))
+    model(x).sum().backward()
     handle = model.register_forward_hook(note)
     twin = duplicate(model)
     handle.remove()  # the original's alone
-    called.clear()
-    twin(torch.zeros(2, 1, 8, 8, 8))
-    assert called == [type(model).__name__]
-    model(torch.zeros(2, 1, 8, 8, 8))
-    assert called == [type(model).__name__]
+    model.zero_grad(), twin.zero_grad(), called.clear()
+    assert_small(compare(plain, twin, [x], steps=2))
+    assert called == [type(model).__name__] * 2
+    assert all(one.grad is None for one in model.parameters())
 
 
 def compile_model(model: nn.Module, loss: Callable) -> Callable:

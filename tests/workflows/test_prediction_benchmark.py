@@ -16,8 +16,7 @@ def run(monkeypatch, *arguments):
     prediction.main()
 
 
-@pytest.mark.parametrize("row", ["ours", "monai"])
-@pytest.mark.parametrize("spacing", ["network", "file"])
+@pytest.mark.parametrize(("row", "spacing"), [("ours", "network"), ("ours", "file"), ("monai", "network")])
 def test_a_row_is_measured_in_this_process(monkeypatch, capsys, tmp_path, row, spacing):
     run(monkeypatch, "--only", row, CASE, "--scratch", tmp_path, "--spacing", spacing)
     measured = json.loads(capsys.readouterr().out.strip().splitlines()[-1])

@@ -1,15 +1,11 @@
 """The processes of the benchmarks: they answer together, and where one fails all end with its reason."""
 
 import argparse
-import gzip
-import json
 import os
 import time
 from pathlib import Path
 
-import networks
 import pytest
-import results
 import task04
 import workers
 from workers import Worker, ask, number_jobs, share_gpus
@@ -80,30 +76,3 @@ def test_each_fold_has_the_cores_of_its_place_whichever_thread_starts_it(monkeyp
     chosen = argparse.Namespace(folds=[0, 1, 2, 3, 4, 5], gpus=2, cores=1, cold=False)
     assert task04.train_folds(chosen).keys() == {*chosen.folds}
     assert all(core == allowed for core, allowed in places)
-
-
-class Ended:
-    """A worker whose process has given its answer and ended."""
-
-    def hear(self, seconds):
-        return {"error": "its process ended by 0"}
-
-    def tell(self, message):
-        pass
-
-    read_log = end = lambda self: ""
-
-
-def test_kernels_are_no_question_to_who_measured_exactness(monkeypatch, tmp_path):
-    monkeypatch.setattr(networks, "Worker", lambda *_: Ended())
-    row = {**networks.ROWS["exactness on 2 GPUs"], "network": "UNet", "name": "exactness", "sides": (8, 8, 8)}
-    running = networks.Running(row, 0, argparse.Namespace(cache=tmp_path, threads=1))
-    running.told = {"ours_to_plain": 0}
-    running.write_kernels(tmp_path / "kernels")
-    assert running.tell() == {"ours_to_plain": 0}
-
-
-def test_the_table_of_kernels_is_packed_as_its_name_says(monkeypatch, tmp_path):
-    monkeypatch.setattr(results, "read_environment", dict)
-    results.write_result(tmp_path / "h200.json.gz", rows=[1])
-    assert json.loads(gzip.decompress((tmp_path / "h200.json.gz").read_bytes()))["rows"] == [1]

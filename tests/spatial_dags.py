@@ -780,11 +780,13 @@ def observed(net: nn.Module, plan: Plan, nudge: float = 0.0) -> Iterator[tuple[s
 
 @contextmanager
 def as_if_large(plan: Plan) -> Iterator[None]:
-    """Let small volumes on a CPU go the ways of large ones on a GPU: tiles, gradients where they lie, attention."""
+    """Let small volumes on a CPU go the ways of large ones on a GPU: tiles, sums, gradients, attention."""
     spatial = "volseg.parallel.spatial"
     with (
         patch(f"{spatial}.convolution.plan.TILE_ELEMENTS", TILE_ELEMENTS),
         patch(f"{spatial}.convolution.around.LARGE", (0, 0, 3000, 2**26)[plan.seed % 4]),
+        # Only sums of two element types are written by tiles, which float64 has none of.
+        patch(f"{spatial}.lazy.addition.has_fewer_digits", lambda *types: all(t.is_floating_point for t in types)),
         attention_by_plain_forms(),
     ):
         yield

@@ -1,16 +1,15 @@
 """Networks and volumes on which N shards must equal one device; run in one process and across processes."""
 
-import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from beside_plain import assert_no_coarser, compare, measure_rounding
+from monai_networks import NETWORKS
 from narrow_vnet import NarrowVNet
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,9 +18,6 @@ from volseg.errors import DataError, ParallelError
 from volseg.models.topology import plan_vnet_topology
 from volseg.parallel import ModelParallel
 from volseg.planning.geometry import turn_topology
-
-NETWORKS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("monai_networks.py")))["NETWORKS"]
-"""MONAI's, as small as they go."""
 
 
 @dataclass(frozen=True)
@@ -219,26 +215,6 @@ class Windows(nn.Module):
         return dice, changed, x[x > 0].square(), changed.diff(dim=2)
 
 
-class Timed(nn.Module):
-    """MONAI's diffusion network at one time step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        settings: dict[str, Any] = {"num_res_blocks": 1, "norm_num_groups": 2, "num_head_channels": 4}
-        self.net = monai("DiffusionModelUNet", 3, 1, 1, channels=(4, 8), attention_levels=(False, True), **settings)()
-        nn.init.normal_(self.net.out[-1].conv.weight, std=0.1)  # it begins at zero, which would hide the rest
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x, torch.tensor([7], device=x.device).expand(len(x)))
-
-
-def swin() -> nn.Module:
-    """Return the encoder of MONAI's SwinUNETR, with windows that are shifted."""
-    from monai.networks.nets.swin_unetr import SwinTransformer
-
-    return SwinTransformer(1, 4, (2, 2, 2), (2, 2, 2), depths=(2, 1, 1, 1), num_heads=(2, 1, 1, 1))
-
-
 WIDTHS = (4, 8, 16)
 CASES = {
     "unet residual instance": listed("UNet, residual", 1, 1, 20, 12, 8, steps=2),
@@ -282,12 +258,6 @@ CASES = {
     "slices of one volume, evaluated": Case(Slices, (1, 1, 9, 6, 4), evaluate=True),
     "tokens": Case(Tokens, (2, 1, 12, 6, 4), 2),
     "windows": Case(Windows, (2, 1, 12, 4, 3), 2),
-    "diffusion": Case(Timed, (2, 1, 12, 8, 8)),
-    "unetr": Case(
-        monai("UNETR", 1, 2, (48, 16, 16), feature_size=2, hidden_size=8, mlp_dim=8, num_heads=2), (1, 1, 48, 16, 16)
-    ),
-    "swin": Case(swin, (1, 1, 32, 12, 12)),
-    "vit": Case(monai("ViT", 1, (8, 8, 8), (2, 4, 4), 12, 16, 2, 2), (2, 1, 8, 8, 8), 2),
     "two dims": Case(
         lambda: nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.AvgPool2d(2)),
         (2, 1, 18, 7),
