@@ -2,6 +2,7 @@
 
 import locale
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,9 @@ import torch
 from hypothesis import settings
 from in_group import end_groups
 from small_pictures import restore_pictures, shrink_pictures
+
+# The Makefile runs the tests of a marker from the files that name it.
+NAMED = {"gpu": r"mark\.gpu|with_kernels", "kernels": r"mark\.kernels|with_kernels", "multi_gpu": r"mark\.multi_gpu"}
 
 # The machine may be busy; the time of one example says nothing.
 settings.register_profile("random", deadline=None)
@@ -195,7 +199,12 @@ def dicom_series() -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(items):
-    """Mark the tests of ``long.txt``, and skip those that need devices that this machine lacks."""
+    """Mark the tests of ``long.txt``, skip those that need absent devices, refuse those that no target would run."""
+    for path, marker in sorted(
+        {(item.path, name) for item in items for name in NAMED if item.get_closest_marker(name)}
+    ):
+        if not re.search(NAMED[marker], path.read_text(encoding="utf-8")):
+            raise pytest.UsageError(f"{path} has tests marked {marker}, and its text does not name {NAMED[marker]}")
     devices = torch.cuda.device_count()
     for item in items:
         if LONG & {item.nodeid, item.nodeid.partition("[")[0]}:
