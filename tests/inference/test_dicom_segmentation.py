@@ -215,7 +215,7 @@ def test_slices_that_cannot_be_referred_to_are_refused(write_series, tmp_path):
         (labels, volume, folder, DataError, r"has no FrameOfReferenceUID, and a DICOM segmentation cannot refer to it"),
         (labels, volume, other, GridError, r"DICOM series of .* lies up to 5 mm away from its label map"),
         (labels, volume, files[:5], GridError, r"has the shape \(5, 4, 5\), but its label map has \(5, 4, 6\)"),
-        (labels, same, [*files[:5], files[0]], DataError, "6 slices at 5 places"),
+        (labels, same, [*files[:5], files[0]], DataError, r"6 slices lie at 5 place\(s\)"),
         (labels + 9, same, other, DataError, r"holds \[9\], and the values of Brain are \[0, 1, 2\]"),
     ):
         with pytest.raises(error, match=words):
