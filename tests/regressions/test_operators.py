@@ -304,6 +304,7 @@ ASSIGNED: dict[str, Callable[[Tensor, Tensor], None]] = {
     "a number tensor": lambda y, x: y.__setitem__((ALL, ALL, slice(3, 9)), ANOTHER.sum()),
     "nothing": lambda y, x: y.__setitem__((ALL, ALL, slice(4, 4)), 1.0),
     "in place on itself": lambda y, x: y.__setitem__((ALL, ALL, slice(2, 8)), y[:, :, 2:8] * 0 + 1),
+    "no index": lambda y, x: y.__setitem__((), 0.5),
     "by an operator": lambda y, x: _doubled(y),
 }
 
@@ -311,6 +312,17 @@ ASSIGNED: dict[str, Callable[[Tensor, Tensor], None]] = {
 def _doubled(y: Tensor) -> None:
     y[:, :, 2:8] = y[:, :, 2:8] * 2
     y[:, 1] += 1
+
+
+def test_masked_number_too_large_for_float16_is_infinite_as_in_torch() -> None:
+    """It raised RuntimeError; torch refuses such numbers only in masked_fill_."""
+
+    def fill(x: Tensor) -> Tensor:
+        y = x.half() * 1
+        y[VOLUME > 0] = -1e9
+        return y
+
+    assert_equal(fill)
 
 
 @pytest.mark.parametrize("devices", SHARDS, ids=len)

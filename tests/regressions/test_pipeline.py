@@ -88,6 +88,14 @@ def test_forward_that_changes_its_argument(record):
         assert torch.equal(x, doubled)
 
 
+@pytest.mark.parametrize("grads", [True, False])
+def test_forward_that_changes_what_micro_batches_share(grads):
+    """A counter that went whole to each micro-batch was advanced by each of them."""
+    net = chain(lambda net, x, time: net.b(net.a(x)) * time.add_(1))
+    with torch.set_grad_enabled(grads), pytest.raises(PartitionError, match="or the next micro-batch may need it"):
+        pipeline(net, cuts=None)(volumes(), torch.zeros(()).double())
+
+
 class Settings:
     """Someone's configuration object."""
 
@@ -222,8 +230,22 @@ def test_argument_that_could_be_either_is_refused_until_it_is_declared():
         pipeline(copy.deepcopy(net))(x, table)
     expected = net(x, table)
     torch.testing.assert_close(pipeline(copy.deepcopy(net), batched=[0])(x, table), expected, **ROUND_OFF)
-    with pytest.raises(ParallelError, match="must be of one length; found no tensor"):
+    with pytest.raises(ParallelError, match="must be of one length; found none among number 0"):
         pipeline(net, batched=["image"])(x, table)
+
+
+class Scaled(RunLayers):
+    def forward(self, x, gain):
+        return self.b(self.a(x)) * gain
+
+
+@pytest.mark.parametrize("batched", [["x", "gain"], [0, 1]])
+def test_declared_argument_may_be_passed_by_position_and_by_name(batched):
+    """One that was declared by name and passed by position went whole to each micro-batch."""
+    net, x, gain = Scaled(None, a=conv(), b=conv()).double(), volumes(), torch.rand(4, 1, 1, 1, 1).double()
+    model, expected = pipeline(copy.deepcopy(net), batched=batched), net(x, gain)
+    for actual in (model(x, gain), model(x, gain=gain), model(gain=gain, x=x)):
+        torch.testing.assert_close(actual, expected, **ROUND_OFF)
 
 
 def test_error_of_the_network_itself_is_its_own():

@@ -342,6 +342,13 @@ def test_what_is_compared_otherwise_is_told(net, note, verify_with):
     assert any(note in one for one in report.notes)
 
 
+def test_a_pipeline_that_changes_its_input_is_refused_and_the_plain_network_is_not_blamed():
+    net = Function(lambda net, x: net.b(net.a(x.mul_(2))), a=conv(), b=conv())
+    report = verify(net, (2, 1, 4, 4, 4), ["cpu"] * 2, strategy="pipeline", split_size=1)
+    assert report.ok
+    assert {mode.status for mode in report.modes} >= {"equal", "refused"}
+
+
 def chaotic(net: Function, x: Tensor) -> Tensor:
     """Double every difference some 25 times: round-off becomes 1e-8."""
     y = net.a(x).sigmoid()

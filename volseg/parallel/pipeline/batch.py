@@ -34,17 +34,17 @@ def run_batch(net: nn.Module, placement: Placement, batch: CutBatch) -> Any:
     Raises
     ------
     PartitionError
-        If forward changes an argument in place, and micro-batches have gradients: the pieces of a tensor share its
-        version, so the change of one invalidates what autograd has saved of another.
+        If forward changes in place an argument that goes whole to each micro-batch, or any while there are gradients:
+        pieces of a tensor share its version, so the change of one invalidates what autograd has saved of another.
     """
-    leaves = pytree.tree_leaves(batch.call)
-    cut = [leaf for leaf, is_cut in zip(leaves, batch.is_batch, strict=True) if is_cut]
-    versions = [(tensor, read_version(tensor)) for tensor in cut]
+    leaves, grads = pytree.tree_leaves(batch.call), torch.is_grad_enabled()
+    guarded = [leaf for leaf, is_cut in zip(leaves, batch.is_batch, strict=True) if grads or not is_cut]
+    versions = [(leaf, read_version(leaf)) for leaf in guarded if isinstance(leaf, Tensor)]
     output = join(_flow(net, placement, batch), batch.sizes)
-    if len(batch.calls) > 1 and torch.is_grad_enabled() and runs.list_changed_tensors(versions):
+    if len(batch.calls) > 1 and runs.list_changed_tensors(versions):
         raise PartitionError(
-            "forward changes an argument in place, and autograd may need it as it was; let the first layer work out of "
-            "place (inplace=False), or use the whole batch as split_size"
+            "forward changes an argument in place, and autograd or the next micro-batch may need it as it was; work "
+            "out of place (inplace=False, x.clone()), or use the whole batch as split_size"
         )
     return output
 

@@ -6,7 +6,7 @@ one row per sample, the network runs with a number of samples that occurs nowher
 effects: it saves nothing for backward, and changed state is restored. There is one for each condition of the network.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
@@ -61,10 +61,13 @@ class Batching:
     ----------
     declared
         Positions and names of these arguments; ``None`` to find them.
+    names
+        Names of the arguments that may be passed by position.
     """
 
-    def __init__(self, declared: Sequence[int | str] | None = None) -> None:
+    def __init__(self, declared: Sequence[int | str] | None = None, names: Sequence[str] = ()) -> None:
         self._declared = None if declared is None else tuple(declared)
+        self._same: dict[int | str, int | str] = {**dict(enumerate(names)), **{n: i for i, n in enumerate(names)}}
         self._returned: dict[Hashable, list[Returned]] = {}
 
     def mark_batch_arguments(self, call: Call) -> list[bool]:
@@ -76,7 +79,7 @@ class Batching:
             If several may have, and none were declared, or if they differ from the declared ones.
         """
         if self._declared is not None:
-            return _resolve_declared(call, self._declared)
+            return _resolve_declared(call, self._declared, self._same)
         possible = mark_batch_candidates(*call)
         if sum(possible) > 1:
             names = ", ".join(
@@ -166,18 +169,18 @@ def _choose_unusual_number(call: Call, size: int) -> int:
     return next(number for number in range(2, len(lengths) + 3) if number not in lengths)
 
 
-def _resolve_declared(call: Call, declared: Sequence[int | str]) -> list[bool]:
+def _resolve_declared(call: Call, declared: Sequence[int | str], same: Mapping[int | str, int | str]) -> list[bool]:
     args, kwargs = call
     chosen: list[bool] = []
     for name, value in (*enumerate(args), *kwargs.items()):
-        leaves = pytree.tree_leaves(value)
-        chosen += [name in declared and isinstance(leaf, Tensor) for leaf in leaves]
+        is_declared = name in declared or same.get(name) in declared
+        chosen += [is_declared and isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)]
     leaves = pytree.tree_leaves(call)
     lengths = {len(leaf) if leaf.dim() else 0 for leaf, is_cut in zip(leaves, chosen, strict=True) if is_cut}
     if len(lengths) != 1 or 0 in lengths:
         raise ParallelError(
             f"batched={list(declared)} names the arguments that hold one row per sample, so their tensors must be of "
-            f"one length; found {sorted(lengths) or 'no tensor'}"
+            f"one length; found {sorted(lengths) or 'none'} among {', '.join(_name_leaves(call))}"
         )
     return chosen
 

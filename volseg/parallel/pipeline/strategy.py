@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -149,7 +150,9 @@ class PipelineStrategy:
                 f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, and there are {len(self.devices)} devices"
             )
         self._recorder = BatchRecorder(net, self.options.record, self.devices)
-        self._batching = Batching(self.options.batched)
+        taken = signature(net.forward).parameters.values()
+        names = [each.name for each in taken if each.kind <= each.POSITIONAL_OR_KEYWORD]
+        self._batching = Batching(self.options.batched, names)
         self.placement: Placement | None = None
         self._partition: Partition | None = None
         self._splits: dict[Any, int] = {}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from volseg.device.module_internals import DropoutNd
+from volseg.device.torch_internals import tree_map_only
 from volseg.errors import GridError, ParallelError
 from volseg.parallel.devices import list_gpus
 from volseg.parallel.state.random import seeded
@@ -153,7 +154,10 @@ class Subject:
         def call(*arguments: Any) -> Any:
             if split_size is None:
                 return model(*arguments)
-            return join([model(*piece) for piece in cut_pieces(arguments, split_size)])
+            pieces = cut_pieces(arguments, split_size)
+            if gradients:  # the pieces of one tensor cannot be changed in place
+                pieces = tree_map_only(Tensor, Tensor.clone, pieces)
+            return join([model(*piece) for piece in pieces])
 
         with self._own_fault(), seeded(0, list_gpus()):
             return observe(model, inputs, eager_step(call, self.objective, gradients), steps, self.leaves)

@@ -141,7 +141,8 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     index = _as_tuple(index)
     refuse_if(any(entry is None for entry in index), "None is not supported as an index of an assignment")
     if _is_mask_of_all(volume, index, value):
-        in_place(Tensor.masked_fill_, (volume, index[0], value), {})
+        rounded = float(torch.tensor(value, dtype=volume.dtype))  # too large for float16: infinite, as torch assigns it
+        in_place(Tensor.masked_fill_, (volume, index[0], rounded), {})
         return
     volume.context.change(volume)
     entries = expanded(_tensors(index, volume), volume.ndim)
@@ -156,8 +157,8 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def _is_mask_of_all(volume: ShardedVolume, index: tuple, value: Any) -> bool:
     """Return whether one number is assigned through a mask of the volume's shape."""
-    mask, fits = index[0], isinstance(value, int | float) and volume.dtype.is_floating_point
-    return fits and isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == volume.shape
+    fits = index and isinstance(value, int | float) and volume.dtype.is_floating_point
+    return fits and isinstance(index[0], Tensor) and index[0].dtype == torch.bool and index[0].shape == volume.shape
 
 
 def _is_local(volume: ShardedVolume, entries: Sequence[Any]) -> bool:
