@@ -172,7 +172,7 @@ SETTINGS = [
     ("metrics=[{name: MeanIoU}]", "metrics.0.output: Field required"),
     ("evaluation.tolerance=1mm", "evaluation.tolerance: Input should be a valid number, .*, got '1mm'"),
     ("name=a b", "name: needed: letters, digits, .* got 'a b'"),
-    ("data.root=3", "data.root: Input is not a valid path .*, got 3"),
+    ("data.root=3", "data.root: needed: a path, in quotes if it is a number, got 3"),
     ("split.fold=7", "split: fold must be below num_folds=5, got 7"),
     ("training.epochs={a: [}", "the value is not valid YAML"),
 ]  # fmt: skip

@@ -235,6 +235,9 @@ def test_what_cannot_be_estimated_is_not_replanned(configured, monkeypatch):
         choose(monkeypatch, configured(REPLAN), Candidate(), 1, [])
 
 
+OF_ONE = "parallel={strategy: spatial, devices: [cpu, cpu], on_oom: replan}"
+
+
 def choose(monkeypatch, config, tried, processes, forecasts):
     """Return how a run goes on whose step was out of memory."""
     monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: Answer(forecasts=forecasts))
@@ -243,23 +246,28 @@ def choose(monkeypatch, config, tried, processes, forecasts):
 
 
 @pytest.mark.parametrize(
-    ("processes", "tried", "taken"),
+    ("settings", "processes", "tried", "taken"),
     [
-        (2, Candidate(data=2), {"spatial": 2, "data": None, "pipeline": None}),
-        (1, Candidate(spatial=2), {"pipeline": 2, "spatial": None, "data": None}),
-        (2, Candidate(data=2, pipeline=2, split_size=2), {"data": 2, "pipeline": 2, "split_size": 1}),
+        (REPLAN, 2, Candidate(data=2), {"spatial": 2, "data": None, "pipeline": None}),
+        (OF_ONE, 1, Candidate(spatial=2), {"strategy": "pipeline", "devices": ("cpu", "cpu"), "split_size": 1}),
+        (OF_ONE, 1, Candidate(pipeline=2, split_size=1), {"strategy": "spatial", "devices": ("cpu", "cpu")}),
+        (REPLAN, 2, Candidate(data=2, pipeline=2, split_size=2), {"data": 2, "pipeline": 2, "split_size": 1}),
     ],
 )
-def test_processes_stay_as_many_as_they_are(configured, monkeypatch, processes, tried, taken):
-    """Two processes of a GPU each took a pipeline, for which one of them has two, and ended for want of GPUs."""
+def test_processes_stay_as_many_as_they_are(configured, monkeypatch, settings, processes, tried, taken):
+    """Two processes of a GPU each took a pipeline, for which one of them has two, and ended for want of GPUs.
+
+    One process took slabs that belong to as many processes, and ended; its stages left the GPUs that it names.
+    """
     known = [
         forecast(1, 1.0, pipeline=tried.num_gpus, split_size=1),
         forecast(1, 2.0, spatial=tried.num_gpus, checkpoint="all"),
         forecast(1, 3.0, data=2, pipeline=2, split_size=1),
     ]
-    config = configured(REPLAN)
-    parallel = choose(monkeypatch, config, tried, processes, known).apply(config).parallel
-    assert {name: getattr(parallel, name) for name in taken} == taken
+    config = configured(settings)
+    config = choose(monkeypatch, config, tried, processes, known).apply(config)
+    assert {name: getattr(config.parallel, name) for name in taken} == taken
+    assert config.mesh(processes).num_processes == processes
 
 
 def test_a_second_time_ends_the_run_even_after_it_was_resumed(configured):

@@ -20,11 +20,13 @@ from volseg.errors import ConfigError
 SECTIONS = ("model_type", "model_attributes_type")
 LISTS = ("tuple_type", "list_type")
 NEEDED = {
-    **dict.fromkeys(SECTIONS, "a section of `key: value` lines"),
-    **dict.fromkeys(LISTS, "a list in brackets, such as [40, 40, 40] or [{name: NAME}]"),
-    "string_pattern_mismatch": "letters, digits, '.', '_' and '-', the first of them a letter or a digit",
+    **dict.fromkeys(SECTIONS, "needed: a section of `key: value` lines"),
+    **dict.fromkeys(LISTS, "needed: a list in brackets, such as [40, 40, 40] or [{name: NAME}]"),
+    "path_type": "needed: a path, in quotes if it is a number",
+    "string_type": "needed: a text, in quotes if it looks like a number",
+    "string_pattern_mismatch": "needed: letters, digits, '.', '_' and '-', the first of them a letter or a digit",
 }
-"""Needed value by pydantic's type of error, where pydantic's own message has words of Python."""
+"""Sentence by pydantic's type of error, where pydantic's own message has words of Python."""
 
 MISTAKEN = re.compile(
     r"yes|no|on|off"  # truth values of YAML 1.1
@@ -178,9 +180,7 @@ def _sentence(section: type[BaseModel], error: Any) -> str:
     where = ".".join(str(part) for part in (*parents, last))
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key; {did_you_mean(str(last), _section_at(section, parents).model_fields)}"
-    message = error["msg"].removeprefix("Value error, ").replace("Tuple", "A list")
-    if error["type"] in NEEDED:
-        message = "needed: " + NEEDED[error["type"]]
+    message = NEEDED.get(error["type"], error["msg"].removeprefix("Value error, ").replace("Tuple", "A list"))
     if error["type"] in SECTIONS:
         message += f" with keys of {', '.join(sorted(_section_at(section, (*parents, last)).model_fields))}"
     came = error["input"]

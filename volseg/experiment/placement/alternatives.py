@@ -71,16 +71,15 @@ def list_settings(candidate: Candidate) -> list[str]:
     if candidate.split_size is not None:
         settings.append(f"parallel.split_size={candidate.split_size}")
     if candidate.checkpoint is not None:
-        # Recomputation is part of the strategy that cuts, even without a cut.
-        settings += ["parallel.strategy=spatial"] if candidate.spatial == 1 else []
         whole = "parallel.devices=1" if candidate.num_gpus == 1 else "parallel.spatial=1"
-        settings += [whole] if candidate.spatial == 1 else []
+        # Recomputation is part of the strategy that cuts, even without a cut.
+        settings += ["parallel.strategy=spatial", whole] if candidate.spatial == 1 else []
         settings.append(f"parallel.checkpoint={candidate.checkpoint}")
     return settings
 
 
-def take_candidate(config: ExperimentConfig, candidate: Candidate) -> ExperimentConfig:
-    """Return the config that runs the candidate.
+def take_candidate(config: ExperimentConfig, candidate: Candidate, *, in_one: bool = False) -> ExperimentConfig:
+    """Return the config that runs the candidate, in a process per replica and slab, or ``in_one`` process.
 
     Raises
     ------
@@ -91,6 +90,10 @@ def take_candidate(config: ExperimentConfig, candidate: Candidate) -> Experiment
     values["parallel"] = {name: value for name, value in values["parallel"].items() if name not in PLACED}
     for setting in list_settings(candidate):
         values = override(values, setting)
+    if in_one and candidate.num_gpus > 1:
+        devices = config.parallel.devices or candidate.num_gpus
+        strategy = "pipeline" if candidate.spatial == 1 else "spatial"
+        values["parallel"] |= {"spatial": None, "pipeline": None, "strategy": strategy, "devices": devices}
     training = config.training.model_dump()
     if training["kernels"] == "fast" and candidate.kernels == "torch":
         training["kernels"] = "torch"
@@ -257,20 +260,16 @@ def run_plan(
     except subprocess.TimeoutExpired:
         return Answer(problem=f"it was not there after {seconds:.0f} s")
     except (ConfigError, OSError) as fault:  # components known only to this process, or no process available
-        return Answer(problem=_first_line(str(fault)))
+        return Answer(problem=str(fault).partition("\n")[0])
     if ended.returncode not in (0, NOTHING_FITS):
         lines = [line for line in ended.stderr.splitlines() if line.strip()]
         return Answer(problem=lines[-1].removeprefix("volseg: ") if lines else f"it ended with {ended.returncode}")
     try:
         report = PlanReport.model_validate_json(ended.stdout)
     except ValueError as fault:
-        return Answer(problem=f"the output of volseg plan is no plan ({_first_line(str(fault))})")
+        return Answer(problem="the output of volseg plan is no plan: " + str(fault).partition("\n")[0])
     forecasts = tuple(row.estimate for row in report.candidates)
     return Answer(forecasts=forecasts, reserve=report.reserve_bytes, remedies=report.remedies)
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0]
 
 
 # Report what does not fit into memory, with remedies.
