@@ -16,7 +16,7 @@ from volseg.errors import ConfigError
 from volseg.monitoring.environment import environment
 from volseg.monitoring.loggers import LOGGERS, History, LoggedRun, Logger, TensorBoard, build_logger
 from volseg.monitoring.run_files import read_history
-from volseg.monitoring.training_log import TrainingLog, list_scalars
+from volseg.monitoring.training_log import TrainingLog, list_scalars, read_progress
 
 # TensorBoard's reader still asks NumPy for old names.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -44,6 +44,17 @@ def make_record(epoch):
         voxels_per_second=1e6,
         gradient_norm=3.0,
     )
+
+
+@pytest.mark.parametrize("epoch", [20, 25, 30])
+def test_the_time_left_counts_the_validation_of_every_tenth_epoch(epoch):
+    """It fell by half where none of the last five epochs was validated, and rose again."""
+    validated = [100.0 * (number % 10 == 9) for number in range(epoch)]
+    training = FinishedTraining()
+    training.history = [replace(make_record(0), seconds_validating=seconds) for seconds in validated]
+    training.epoch, training.epochs, training.position, training.latest_losses, training.best = epoch, 100, 5, {}, None
+    left = read_progress(training)["seconds_left"]
+    assert left == pytest.approx((100 - epoch - 0.5) * (5 + sum(validated) / epoch))
 
 
 class Heard(Logger):
