@@ -55,6 +55,8 @@ def test_the_time_left_counts_the_validation_of_every_tenth_epoch(epoch):
     training.epoch, training.epochs, training.position, training.latest_losses, training.best = epoch, 100, 5, {}, None
     left = read_progress(training)["seconds_left"]
     assert left == pytest.approx((100 - epoch - 0.5) * (5 + sum(validated) / epoch))
+    training.epoch, training.position = 99, 15  # of 10 batches: an iterable may exceed its length
+    assert read_progress(training)["seconds_left"] == 0
 
 
 class Heard(Logger):

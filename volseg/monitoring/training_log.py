@@ -220,7 +220,7 @@ def read_progress(training: Training) -> dict[str, Any]:
     history = training.history
     scores = [one.score for one in history if one.score is not None]
     times = [one.seconds for one in history[-RECENT:]], [one.seconds_validating for one in history]
-    left = training.epochs - training.epoch - training.position / max(training.num_batches, 1)
+    left = max(training.epochs - training.epoch - training.position / max(training.num_batches, 1), 0.0)
     return {
         "epoch": training.epoch,
         "epochs": training.epochs,
