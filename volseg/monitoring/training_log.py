@@ -218,7 +218,6 @@ RECENT = 5
 def read_progress(training: Training) -> dict[str, Any]:
     """Return how far a training is, by the fields of a `RunStatus`; this waits for no device."""
     history = training.history
-    scores = [one.score for one in history if one.score is not None]
     times = [one.seconds for one in history[-RECENT:]], [one.seconds_validating for one in history]
     left = max(training.epochs - training.epoch - training.position / max(training.num_batches, 1), 0.0)
     return {
@@ -227,7 +226,7 @@ def read_progress(training: Training) -> dict[str, Any]:
         "batch": training.position,
         "batches": training.num_batches,
         "loss": training.latest_losses.get("loss"),
-        "score": scores[-1] if scores else None,
+        "score": next((one.score for one in reversed(history) if one.score is not None), None),
         "best": None if training.best is None else training.best.score,
         "seconds_left": left * sum(map(fmean, times)) if history else None,
         "voxels_per_second": history[-1].voxels_per_second if history else None,
