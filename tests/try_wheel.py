@@ -91,7 +91,7 @@ def use(scripts: Path, folder: Path) -> None:
     """Type what a user types first, in an empty folder."""
     volseg = scripts / "volseg"
     assert "quickstart" in run(volseg, "--help", folder=folder)
-    assert json.loads(run(volseg, "doctor", "--quick", "--json", folder=folder))["schema"] == 2
+    assert json.loads(run(volseg, "doctor", "--quick", "--json", folder=folder))["findings"]
     assert "train" in run(volseg, "init", "--like", "task04_cpu", "-o", "mine.yaml", folder=folder)
     schema = json.loads(run(volseg, "schema", folder=folder))
     line = (folder / "mine.yaml").read_text(encoding="utf-8").splitlines()[0]
@@ -102,6 +102,7 @@ def use(scripts: Path, folder: Path) -> None:
     said = run(volseg, "quickstart", "--output", "first", *short, folder=folder)
     assert "Next:" in said
     assert (folder / "first" / "config.yaml").is_file()
+    assert "<h1>" in (folder / "first" / "report.html").read_text(encoding="utf-8")  # by the wheel's templates
     has_viewer = (ROOT / VIEWER).is_file()
     viewed = run(volseg, "view", "first", "--no-open", folder=folder, status=0 if has_viewer else 1)
     assert ("first/view.html" if has_viewer else "-m volseg.reporting.viewer") in viewed, viewed

@@ -148,6 +148,7 @@ def test_a_gatherer_that_hangs_is_ended_with_what_it_started_and_named(tmp_path:
     [
         (sys.executable, "raise OSError('libcuda.so.1: cannot open shared object file')", "libcuda.so.1"),
         (sys.executable, "import sys; sys.exit(3)", "exit status 3"),
+        (sys.executable, "import sys; sys.exit('a:1:2 NCCL WARN refused\\nNCCL WARN b\\nerror')", "refused | error"),
         (sys.executable, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "exit status -11"),
         (sys.executable, "print('[]')", "no such facts"),
         (sys.executable, "print('hello')", "hello"),

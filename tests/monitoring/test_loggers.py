@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from volseg.errors import ConfigError
 from volseg.monitoring.environment import environment
 from volseg.monitoring.loggers import LOGGERS, History, LoggedRun, Logger, TensorBoard, build_logger
 from volseg.monitoring.run_files import read_history
-from volseg.monitoring.training_log import TrainingLog, list_scalars
+from volseg.monitoring.training_log import TrainingLog, list_scalars, read_progress
 
 # TensorBoard's reader still asks NumPy for old names.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -44,6 +45,15 @@ def make_record(epoch):
         voxels_per_second=1e6,
         gradient_norm=3.0,
     )
+
+
+def test_the_time_left_counts_the_validation_of_every_tenth_epoch():
+    """It fell by half where none of the last five epochs was validated; past the last epoch it was negative."""
+    told, known = make_record(0), {"epochs": 100, "num_batches": 10, "latest_losses": {}, "best": None}
+    for epoch, position, left in ((20, 5, 79.5 * 15), (25, 0, 75 * 13), (99, 15, 0)):
+        history = [replace(told, seconds_validating=100.0 * (number % 10 == 9)) for number in range(epoch)]
+        state = SimpleNamespace(history=history, epoch=epoch, position=position, **known)
+        assert read_progress(state)["seconds_left"] == left
 
 
 class Heard(Logger):

@@ -8,6 +8,7 @@ left behind.
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -180,8 +181,9 @@ def _end(process: "subprocess.Popen[str]") -> str:
 
 
 def _get_last_words(said: str) -> str:
+    """Return the last line, after the first in which NCCL says why: its errors may not."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1][-LAST_WORDS:] if lines else ""
+    return " | ".join(line[-LAST_WORDS:] for line in [*re.findall("NCCL WARN (.*)", said)[:1], *lines[-1:]])
 
 
 CHECKS: Sequence[Callable[..., gpu_checks.Said]] = (*machine_checks.CHECKS, *gpu_checks.CHECKS)

@@ -91,7 +91,7 @@ class RunStatus:
     """Mean Dice of the last validation."""
     best: float | None = None
     seconds_left: Seconds | None = None
-    """Until the last epoch ends, by the mean of the last epochs."""
+    """Until the last epoch ends, by the mean of the last epochs and of all validations."""
     voxels_per_second: float | None = None
     memory_gib: float | None = None
     """Reserved on the fullest GPU."""

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -211,24 +212,23 @@ def list_scalars(record: EpochRecord) -> dict[str, float]:
 
 
 RECENT = 5
-"""Epochs whose mean duration gives the remaining time."""
+"""Epochs whose mean duration gives the remaining time, with that of all validations: most epochs have none."""
 
 
 def read_progress(training: Training) -> dict[str, Any]:
     """Return how far a training is, by the fields of a `RunStatus`; this waits for no device."""
     history = training.history
-    scores = [one.score for one in history if one.score is not None]
-    recent = [one.seconds + one.seconds_validating for one in history[-RECENT:]]
-    left = training.epochs - training.epoch - training.position / max(training.num_batches, 1)
+    times = [one.seconds for one in history[-RECENT:]], [one.seconds_validating for one in history]
+    left = max(training.epochs - training.epoch - training.position / max(training.num_batches, 1), 0.0)
     return {
         "epoch": training.epoch,
         "epochs": training.epochs,
         "batch": training.position,
         "batches": training.num_batches,
         "loss": training.latest_losses.get("loss"),
-        "score": scores[-1] if scores else None,
+        "score": next((one.score for one in reversed(history) if one.score is not None), None),
         "best": None if training.best is None else training.best.score,
-        "seconds_left": left * sum(recent) / len(recent) if recent else None,
+        "seconds_left": left * sum(map(fmean, times)) if history else None,
         "voxels_per_second": history[-1].voxels_per_second if history else None,
         "memory_gib": max((device.reserved / GIB for device in GpuMeter().read()), default=None),
     }

@@ -54,8 +54,8 @@ def main() -> None:
     rows = [row for row in rows if all(words in name_search(row) for words in chosen.only)]
     if chosen.forecast:
         print(json.dumps([row | foretell(row, int(chosen.memory * GIB)) for row in rows], indent=1))
-    elif chosen.result is None:
-        parser.error("name the file for the result by --result")
+    elif chosen.rows is None or chosen.result is None:
+        parser.error("name what --forecast printed by --rows, and the file for the result by --result")
     else:
         measure_all(rows, chosen)
 
