@@ -351,7 +351,7 @@ def test_bad_cases_are_told_afresh_and_good_ones_kept(task, folder, read):
     assert "holds the same voxels as the validation case" in told[0]
 
 
-@pytest.mark.parametrize("reason", ["they stay in memory", "a tenth of the disk is left free"])
+@pytest.mark.parametrize("reason", ["each process holds its own in memory", "a tenth of the disk is left free"])
 def test_where_it_cannot_be_written_is_said_once_and_cases_stay_in_memory(task, folder, caplog, monkeypatch, reason):
     if reason.startswith("they"):
         folder.mkdir()

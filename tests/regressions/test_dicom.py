@@ -202,6 +202,7 @@ OF_SERIES = [
         lambda index: {"ImagePositionPatient": place(0), "TriggerTime": 40 * index},
         r"5 slices lie at 1 place.*differ in TriggerTime \(160.0, 120.0, 80.0, 40.0, 0.0\)",
     ),
+    (4, lambda i: {"PixelSpacing": [0.75, 0.5 + 0.25 * (i > 1)]}, r"0.5\], s00.\.dcm has .*0.75\]"),
     (
         6,
         lambda index: {"FrameOfReferenceUID": f"{SERIES}.{7 + (index == 3)}"},

@@ -128,7 +128,8 @@ def test_files_may_be_listed_and_lie_anywhere(raw, tmp_path, monkeypatch):
     root = raw(dataset=listed)
     (root / "own").mkdir()
     (root / "own/z.nii.gz").touch()
-    first, second = load_task(root).training
+    first, second, test = (*load_task(root).training, *load_task(root).test)
+    assert test["case"] == "t"
     assert first == {
         "case": "y",
         "image": (other / "imagesTr/b_0000.nii.gz", other / "imagesTr/b_0001.nii.gz"),

@@ -139,7 +139,7 @@ def test_what_a_yaml_file_declares(folder):
         (("images/a.nii", "img/a.nii", "labels/a.nii"), r"holds images, img, labels; needed: one folder of images and"),
         (("images/a.nii", "labels/a.nii", "b.nii"), r"holds images, labels, b\.nii; needed: .* and none beside"),
         (("a.nii", "a_seg.nii", "b/b.nii", "b/b_seg.nii"), r"\(a\.nii, a_seg\.nii, b\); keep one way to arrange them"),
-        (("images/a.txt", "labels/a.txt"), r"holds no image with a label; put images and label maps"),
+        (("images/a.png", "labels/a.png"), r"no image with a label; needed: files of \.mha, .*, or of DICOM"),
     ],
 )
 def test_what_can_be_read_in_two_ways_is_refused(folder, names, message):

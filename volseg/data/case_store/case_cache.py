@@ -235,8 +235,8 @@ class CaseCache:
         if was_writing:
             reason = (fault.strerror if isinstance(fault, OSError) else None) or fault
             logger.warning(
-                "prepared cases are not kept any more in %s (%s); they stay in memory, and the next training prepares "
-                "them again. Make room by `volseg data cache clear`, or name another folder by data.cache",
+                "prepared cases are not kept any more in %s (%s); each process holds its own in memory, and the next "
+                "training prepares them again. Make room by `volseg data cache clear`, or change data.cache",
                 self.folder,
                 reason,
             )

@@ -126,8 +126,8 @@ def _require_alike(frames: Sequence[Frame]) -> None:
     ):
         values = np.array(rows, dtype=float)
         if np.ptp(values, axis=0).max() > tolerance:
-            away = np.abs(values - np.median(values, axis=0)).max(axis=1)
-            odd, usual = int(away.argmax()), int(away.argmin())
+            usual = int(np.abs(values - np.median(values, axis=0)).max(axis=1).argmin())
+            odd = int(np.abs(values - values[usual]).max(axis=1).argmax())
             raise ReaderError(
                 f"{folder}: {frames[odd]} has the {name} {list(rows[odd])}, {frames[usual]} has {list(rows[usual])}; a "
                 "volume needs parallel slices of one size and spacing. Take out localizers and the like, or put the "

@@ -21,7 +21,7 @@ from typing import Any
 from volseg.data.cases import Case, Task
 from volseg.data.dicom.labels import find_dicom_label
 from volseg.data.layouts.declared import make_task, note_columns, read_channel_names, read_labelled, read_regions
-from volseg.data.layouts.naming import image_of, log_once, number_channels
+from volseg.data.layouts.naming import group_channels, image_of, log_once, number_channels
 from volseg.data.readers import list_case_files, list_files, match_suffix, stem
 from volseg.errors import DataError
 from volseg.files import require_text
@@ -180,7 +180,8 @@ def load_listed(manifest: Path, declared: Mapping[str, Any], *, require_files: b
         log_counts(declared, {"training": training, "test": test}, manifest)
     else:
         training = read(_list_mapping(declared["dataset"], manifest), fields=("image", "label"), locate=_expand)
-        test = []
+        unlabelled = manifest.parent / "imagesTs"
+        test = group_channels(list_images(unlabelled), modalities) if unlabelled.is_dir() else []
         log_counts(declared, {"training": training}, manifest, logging.WARNING)
     cases = sort_cases(training, test, manifest, require_files=require_files)
     return make_task(manifest, declared, modalities, labels, cases, columns)
@@ -286,7 +287,6 @@ def log_counts(
             log_once(f"{manifest}: num{key.capitalize()} is {count}, but {len(found)} cases were found", level)
 
 
-def _expand(folder: Path, path: str, where: str) -> Path:
+def _expand(folder: Path, path: str, _: str) -> Path:
     """Return a path as nnU-Net resolves it: anywhere, with environment variables, relative to the data set's folder."""
-    del where
     return Path(os.path.abspath(folder / os.path.expandvars(path)))

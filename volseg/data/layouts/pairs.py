@@ -27,7 +27,7 @@ from volseg.data.layouts.naming import (
     name_channels,
     name_labels,
 )
-from volseg.data.readers import match_suffix, stem
+from volseg.data.readers import SUFFIXES, match_suffix, stem
 from volseg.errors import DataError
 from volseg.formatting import list_some
 
@@ -141,7 +141,7 @@ def load_pairs(
     labels_of = _name_cases(arrangement, folder)
     images_of = _group_channels(arrangement.images, labels_of, folder)
     if not images_of:
-        raise DataError(f"{folder} holds no image with a label; put images and label maps into its folders")
+        raise DataError(f"{folder} holds no image with a label; needed: files of {', '.join(SUFFIXES)}, or of DICOM")
     words = _list_words(images_of)
     _require_channels(images_of, words, folder)
     modalities, order = match_channels(words, name_channels(declared, source), source)
