@@ -193,6 +193,8 @@ def test_files_that_nobody_declared_are_refused(raw, name, changes, message):
     ("changes", "message"),
     [
         ({"cases": (), "channels": ()}, r"Dataset011_Test lists no cases .*; needed: imagesTr and labelsTr, or pairs"),
+        ({"channels": (0, 2)}, r"declares the channels .*, but the files are called 0000, 0002"),
+        ({"channels": (1, 2)}, r"declares the channels .*, but the files are called 0001, 0002"),
         ({"labels": {"background": 0, "PZ": 1.5}}, r"the label 'PZ' should have an integer .*, got 1\.5"),
         ({"labels": {"background": 0, "all": [1, 0], "PZ": 1}}, r"the region 'all' holds \[0\]; needed: .* of \[1\]"),
         ({"labels": {"background": 0, "all": [1, 1]}}, r"the region 'all' names the value 1 twice"),

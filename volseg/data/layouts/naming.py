@@ -161,8 +161,8 @@ def match_channels(
 ) -> tuple[tuple[str, ...], list[int]]:
     """Return the names of the channels, and the index of each among the found ones.
 
-    One file is one channel, or all declared channels. Of several files, numbered files are the channels in that order;
-    other files have the declared names.
+    One file is one channel, or all declared channels. Several files that are numbered without a gap are the channels in
+    that order; other files have the declared names.
 
     Raises
     ------
@@ -178,7 +178,11 @@ def match_channels(
         if sorted(folded) == sorted(name.casefold() for name in declared):
             return tuple(declared), [folded.index(name.casefold()) for name in declared]
         if all(name.isdigit() for name in found):
-            return tuple(declared), sorted(range(len(found)), key=lambda place: int(found[place]))
+            order = sorted(range(len(found)), key=lambda place: int(found[place]))
+            begin = int(found[order[0]])
+            is_complete = [int(found[place]) for place in order] == [*range(begin, begin + len(found))]
+            if is_complete and begin <= (len(found[0]) != 4):  # four digits are nnU-Net's, and begin at 0000
+                return tuple(declared), order
     raise DataError(
         f"{source} declares the channels {', '.join(declared)}, but the files are called {', '.join(found)}; call them "
         "alike, or number the files (0000, 0001 ...)"

@@ -172,7 +172,8 @@ def _choose_unusual_number(call: Call, size: int) -> int:
 def _resolve_declared(call: Call, declared: Sequence[int | str], same: Mapping[int | str, int | str]) -> list[bool]:
     args, kwargs = call
     chosen: list[bool] = []
-    for name, value in (*enumerate(args), *kwargs.items()):
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for name, value in given:
         is_declared = name in declared or same.get(name) in declared
         chosen += [is_declared and isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)]
     leaves = pytree.tree_leaves(call)

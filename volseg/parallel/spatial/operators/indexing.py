@@ -157,7 +157,7 @@ def setitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def _is_mask_of_all(volume: ShardedVolume, index: tuple, value: Any) -> bool:
     """Return whether one number is assigned through a mask of the volume's shape."""
-    fits = index and isinstance(value, int | float) and volume.dtype.is_floating_point
+    fits = len(index) > 0 and isinstance(value, int | float) and volume.dtype.is_floating_point
     return fits and isinstance(index[0], Tensor) and index[0].dtype == torch.bool and index[0].shape == volume.shape
 
 
