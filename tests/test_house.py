@@ -155,7 +155,7 @@ LIMITS = {
     "modules": 423,
     "modules of the largest folder": 20,
     "functions called find_": 33,
-    "lines of tests": 63_940,
+    "lines of tests": 63_950,
     "benchmark scripts": 23,
     "lines of benchmarks": 6_070,
     "words of docs": 57_620,

@@ -384,6 +384,20 @@ def test_further_arguments_go_to_the_network():
     assert report.errors["input 1"] < 1e-12
 
 
+class Scaled(nn.Sequential):
+    """Two convolutions with one factor per channel between them."""
+
+    def forward(self, x: Tensor, factors: Tensor) -> Tensor:
+        return self[1](self[0](x) * factors[:, None, None, None])
+
+
+@pytest.mark.parametrize("batched", [[0], ["x"]])
+def test_an_input_as_long_as_the_batch_that_is_not_cut_is_no_difference(batched):
+    # The plain network had a part of the factors for each micro-batch, and a right pipeline was called different.
+    options = {"strategy": "pipeline", "split_size": 1, "batched": batched, "more": [torch.tensor([1.0, 2.0])]}
+    assert verify(Scaled(conv(1, 2), conv(2)), SHAPE, CPU, **options).ok
+
+
 def test_the_report_is_json_too(verify_with):
     told = json.loads(json.dumps(verify_with(without_a_gradient).as_dict(), allow_nan=False))
     assert told["verdict"] == "different"

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -109,7 +110,9 @@ class Comparison:
         self.notes: list[str] = []
         self.faults: list[VolsegError] = []
         home = devices[0] if devices is not None else self._spatial(net).communicator.home
-        self.subjects = {mode: Subject(net, mode, shape, more, home, objective) for mode in (True, False)}
+        names, declared = [*signature(net.forward).parameters], self.options.get("batched")
+        batched = declared and [names.index(name) if name in names else name for name in declared]
+        self.subjects = {mode: Subject(net, mode, shape, more, home, objective, batched) for mode in (True, False)}
         self.shards = self._count_stages() if strategy == "pipeline" else self._count_shards()
 
     def _spatial(self, net: nn.Module) -> SpatialStrategy:
@@ -317,7 +320,7 @@ def _must_differ(found: Difference) -> Difference:
 
 def _choose_even_cuts(subject: Subject, split_size: int, stages: int) -> list[str]:
     """Return cuts into stages of about equally many calls; a pipeline may choose one stage for a tiny volume."""
-    arguments = tuple(cut_pieces(subject.inputs, split_size)[0])
+    arguments = tuple(cut_pieces(subject.inputs, split_size, subject.batched)[0])
     with seeded(0, list_gpus()), torch.no_grad():
         _, trace, _ = observe_copy(subject.net, arguments, {}, subject.inputs[0].device)
     starts = [segment.calls[0].path for segment in list_segments(trace)]

@@ -5,7 +5,7 @@ that does not repeat itself with one seed.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -39,12 +39,14 @@ MOST = 1e-5
 """Largest error that counts as round-off: real faults are above 1e-4."""
 
 
-def cut_pieces(inputs: Sequence[Any], split_size: int) -> list[list[Any]]:
-    """Cut the inputs into micro-batches, as a pipeline does: tensors whose first dimension is the batch."""
+def cut_pieces(inputs: Sequence[Any], split_size: int, batched: Collection[int] | None) -> list[list[Any]]:
+    """Cut into micro-batches, as a pipeline does, the inputs at ``batched``, or else those as long as the batch."""
     batch = len(inputs[0])
     cut = [
-        value.split(split_size) if isinstance(value, Tensor) and value.dim() and len(value) == batch else None
-        for value in inputs
+        value.split(split_size)
+        if isinstance(value, Tensor) and value.dim() and len(value) == batch and (batched is None or place in batched)
+        else None
+        for place, value in enumerate(inputs)
     ]
     return [
         [value if parts is None else parts[number] for value, parts in zip(inputs, cut, strict=True)]
@@ -82,8 +84,9 @@ class Subject:
         more: Sequence[Any],
         home: torch.device,
         objective: Callable[[Any], Tensor],
+        batched: Collection[int] | None,
     ) -> None:
-        self.training, self.shape, self.objective = training, tuple(shape), objective
+        self.training, self.shape, self.objective, self.batched = training, tuple(shape), objective, batched
         self.state = "train" if training else "eval"
         self.original = _copy(net, training).to(home)
         generator = torch.Generator().manual_seed(0)
@@ -154,7 +157,7 @@ class Subject:
         def call(*arguments: Any) -> Any:
             if split_size is None:
                 return model(*arguments)
-            pieces = cut_pieces(arguments, split_size)
+            pieces = cut_pieces(arguments, split_size, self.batched)
             if gradients:  # the pieces of one tensor cannot be changed in place
                 pieces = tree_map_only(Tensor, Tensor.clone, pieces)
             return join([model(*piece) for piece in pieces])
