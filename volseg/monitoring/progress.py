@@ -108,26 +108,28 @@ class Progress(Hook):
 
     def _show(self, training: Training, batches_per_second: float) -> None:
         assert self._bar is not None
+        progress = read_progress(training)
         told = [f"{name} {value:.3f}" for name, value in training.latest_losses.items()]
-        told += _describe_scores(training)
+        told += _describe_scores(progress)
         if training.voxels_per_batch is not None:
             told.append(format_speed(training.voxels_per_batch * batches_per_second))
-        told += _describe_left(training)
+        told += _describe_left(progress)
         is_over = training.epoch >= training.epochs
         done = training.num_batches if is_over else training.position
         self._bar.set(done, title=_name_epoch(training), told=", ".join(told))
 
     def _describe(self, training: Training, record: EpochRecord) -> str:
         """Return the line of an epoch."""
+        progress = read_progress(training)
         told = [f"{name} {value:.4f}" for name, value in record.losses.items()]
         told += [] if record.soft_dice is None else [f"soft Dice {record.soft_dice:.4f}"]
-        told += [] if record.score is None else _describe_scores(training)
+        told += [] if record.score is None else _describe_scores(progress)
         if record.voxels_per_second is not None:
             told.append(format_speed(record.voxels_per_second))
         parts = [f"{record.seconds_waited:.1f} s waiting"]
         parts += [f"{record.seconds_validating:.1f} s validating"] if record.score is not None else []
         told.append(f"{record.seconds + record.seconds_validating:.1f} s ({', '.join(parts)})")
-        told += _describe_left(training)
+        told += _describe_left(progress)
         return f"epoch {record.epoch + 1}/{training.epochs}: {', '.join(told)}"
 
 
@@ -135,15 +137,13 @@ def _name_epoch(training: Training) -> str:
     return f"epoch {min(training.epoch + 1, training.epochs)}/{training.epochs}"
 
 
-def _describe_scores(training: Training) -> list[str]:
+def _describe_scores(progress: Mapping[str, Any]) -> list[str]:
     """Return the score of the last validation, beside the best one."""
-    told = read_progress(training)
-    best = told["score"] if told["best"] is None else told["best"]
-    return [] if told["score"] is None else [f"Dice {told['score']:.4f} (best {best:.4f})"]
+    score, best = progress["score"], progress["best"]
+    return [] if score is None else [f"Dice {score:.4f} (best {score if best is None else best:.4f})"]
 
 
-def _describe_left(training: Training) -> list[str]:
+def _describe_left(progress: Mapping[str, Any]) -> list[str]:
     """Return the remaining time of the training, and the reserved memory of the fullest GPU."""
-    told = read_progress(training)
-    left = [f"{format_duration(told['seconds_left'])} left"] if told["seconds_left"] else []
-    return [*left, *([f"{told['memory_gib']:.1f} GiB"] if told["memory_gib"] else [])]
+    left = [f"{format_duration(progress['seconds_left'])} left"] if progress["seconds_left"] else []
+    return [*left, *([f"{progress['memory_gib']:.1f} GiB"] if progress["memory_gib"] else [])]
