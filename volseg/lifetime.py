@@ -41,7 +41,7 @@ _begun: float | None = None
 
 
 def count_from_beginning() -> None:
-    """Declare that this process does one piece of work, which begins now and will ask for its age."""
+    """Start to count the age of this process, which does one piece of work."""
     global _begun
     _begun = time.monotonic()
 

@@ -199,7 +199,7 @@ def _describe_section(
         is_section = isinstance(value, ConfigModel)
         if not indent:
             yield ""
-        yield from _comment(_say(field, schema[name], with_default=not (is_default or is_section)), indent)
+        yield from _comment(_describe_field(field, schema[name], with_default=not (is_default or is_section)), indent)
         for line in _describe_component(type(section).__name__, name, field, names):
             yield from _comment(line, indent)
         if is_section:
@@ -223,7 +223,7 @@ def _describe_component(section: str, name: str, field: FieldInfo, names: Mappin
     schema = model.model_json_schema()["properties"]
     for key, own in model.model_fields.items():
         if key != "name":
-            yield f"{key}: {_say(own, schema[key], with_default=True)}"
+            yield f"{key}: {_describe_field(own, schema[key], with_default=True)}"
 
 
 def _find_components(annotation: Any) -> Iterator[type[ComponentConfig]]:
@@ -238,34 +238,34 @@ def _comment(text: str, indent: str) -> Iterator[str]:
     yield from textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)
 
 
-def _say(field: FieldInfo, told: Mapping[str, Any], *, with_default: bool) -> str:
+def _describe_field(field: FieldInfo, schema: Mapping[str, Any], *, with_default: bool) -> str:
     """Return the meaning of a field, its possible values, and the default."""
     meaning = re.sub(r"``([^`]*)``", r"\1", " ".join((field.description or "").split()))
-    said = [meaning, describe_values(told)]
+    parts = [meaning, describe_values(schema)]
     if with_default and not field.is_required():
-        said.append(f"Default {format_inline(field.get_default(call_default_factory=True))}.")
-    return " ".join(part for part in said if part)
+        parts.append(f"Default {format_inline(field.get_default(call_default_factory=True))}.")
+    return " ".join(part for part in parts if part)
 
 
-def describe_values(told: Mapping[str, Any]) -> str:
+def describe_values(schema: Mapping[str, Any]) -> str:
     """Return the values that a field accepts, as far as its JSON schema states them.
 
     >>> from volseg.config.sections import DataConfig
     >>> describe_values(DataConfig.model_json_schema()["properties"]["device_limit"])
     'A number above 0; or null.'
     """
-    text = "; or ".join(dict.fromkeys(filter(None, map(_describe_type, told.get("anyOf", [told])))))
+    text = "; or ".join(dict.fromkeys(filter(None, map(_describe_type, schema.get("anyOf", [schema])))))
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def _describe_type(told: Mapping[str, Any]) -> str:
-    if "enum" in told:
-        return f"one of: {', '.join(map(str, told['enum']))}"
-    if "const" in told:
-        return str(told["const"])
-    if "prefixItems" in told:
-        return f"{len(told['prefixItems'])} values, {_describe_type(told['prefixItems'][0])} each"
-    if told.get("format") == "path":
+def _describe_type(schema: Mapping[str, Any]) -> str:
+    if "enum" in schema:
+        return f"one of: {', '.join(map(str, schema['enum']))}"
+    if "const" in schema:
+        return str(schema["const"])
+    if "prefixItems" in schema:
+        return f"{len(schema['prefixItems'])} values, {_describe_type(schema['prefixItems'][0])} each"
+    if schema.get("format") == "path":
         return "a path"
-    bounds = [wording.format(told[key]) for key, wording in BOUNDS.items() if abs(told.get(key, 2**31)) < 2**31]
-    return f"{TYPES[told['type']]} {' and '.join(bounds)}".strip() if told.get("type") in TYPES else ""
+    bounds = [wording.format(schema[key]) for key, wording in BOUNDS.items() if abs(schema.get(key, 2**31)) < 2**31]
+    return f"{TYPES[schema['type']]} {' and '.join(bounds)}".strip() if schema.get("type") in TYPES else ""

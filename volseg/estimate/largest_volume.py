@@ -1,8 +1,8 @@
 """Find the largest volume that fits, by estimating the memory of as few sizes as possible.
 
-A step's bytes grow nearly in proportion to the voxels of a volume. So the next size to try is where the line through
-the two known sizes of any aspect that come nearest to a full GPU reaches its memory. The search ends when the largest
-size known to fit and the smallest size known not to fit are neighbours.
+A step's bytes grow nearly in proportion to the voxels of a volume. A line goes through the two known sizes, of any
+aspect, that are nearest to a full GPU. The next size to try is where this line reaches the GPU's memory. The search
+ends when the largest size known to fit and the smallest size known not to fit are neighbours.
 """
 
 import math

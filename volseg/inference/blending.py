@@ -30,9 +30,9 @@ class Slab:
     origin: tuple[int, int, int]
     """Voxel i of an axis is at index ``(i - origin) % side``."""
     finished: Box
-    """Voxels that are finished since the slab before."""
+    """Voxels finished since the previous slab."""
     ready: Box
-    """Voxels whose labels can now be decided: the next plane is finished too."""
+    """Voxels whose labels can be decided now, because the next plane is finished too."""
     num_windows: int
     """Windows that were blended since the slab before."""
     num_skipped: int

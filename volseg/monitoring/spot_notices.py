@@ -56,7 +56,7 @@ def ask_for_notice(endpoint: str, *, timeout: float = 1.0) -> str | None:
     Parameters
     ----------
     endpoint : str
-        Of the service.
+        Address of the service.
     timeout : float
         Seconds to wait for an answer, which takes milliseconds where there is a service.
 
@@ -65,11 +65,11 @@ def ask_for_notice(endpoint: str, *, timeout: float = 1.0) -> str | None:
     OSError, http.client.HTTPException, ValueError
         If the service does not answer.
     """
-    # A proxy would be asked about itself.
+    # A proxy would answer for its own machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def call(method: str, path: str, headers: dict[str, str]) -> str:
-        request = urllib.request.Request(f"{endpoint}/latest/{path}", method=method, headers=headers)  # noqa: S310 (http only: looked at above)
+        request = urllib.request.Request(f"{endpoint}/latest/{path}", method=method, headers=headers)  # noqa: S310 (http or https: see read_endpoint)
         with opener.open(request, timeout=timeout) as answer:
             return answer.read(ANSWER_BYTES).decode("utf-8", "replace")
 

@@ -140,7 +140,7 @@ def prepare_together(
     workers: int | None = None,
     progress: Callable[[], object] | None = None,
 ) -> PreparedCases:
-    """Check cases while preparing them, from one reading of each file; with a cache, one for all processes.
+    """Check and prepare cases from one reading of each file; with a cache, from one for all processes.
 
     Every case is checked, even after problems with others, so that all bad cases are named at once, in every process.
 

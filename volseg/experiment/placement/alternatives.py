@@ -78,8 +78,8 @@ def list_settings(candidate: Candidate) -> list[str]:
     return settings
 
 
-def take_candidate(config: ExperimentConfig, candidate: Candidate, *, in_one: bool = False) -> ExperimentConfig:
-    """Return the config that runs the candidate, in a process per replica and slab, or ``in_one`` process.
+def take_candidate(config: ExperimentConfig, candidate: Candidate, *, one_process: bool = False) -> ExperimentConfig:
+    """Return the config that runs the candidate, in a process per replica and slab, or ``one_process`` process.
 
     Raises
     ------
@@ -90,7 +90,7 @@ def take_candidate(config: ExperimentConfig, candidate: Candidate, *, in_one: bo
     values["parallel"] = {name: value for name, value in values["parallel"].items() if name not in PLACED}
     for setting in list_settings(candidate):
         values = override(values, setting)
-    if in_one and candidate.num_gpus > 1:
+    if one_process and candidate.num_gpus > 1:
         devices = config.parallel.devices or candidate.num_gpus
         strategy = "pipeline" if candidate.spatial == 1 else "spatial"
         values["parallel"] |= {"spatial": None, "pipeline": None, "strategy": strategy, "devices": devices}

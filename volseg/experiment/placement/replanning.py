@@ -260,7 +260,7 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
         if way.candidate.num_gpus != failure.tried.num_gpus or not _suits(way.candidate, processes):
             continue
         try:
-            changed = take_candidate(config, way.candidate, in_one=processes == 1)
+            changed = take_candidate(config, way.candidate, one_process=processes == 1)
         except ConfigError:  # for example, kernels that the config names
             continue
         return Replanned(

@@ -51,7 +51,9 @@ def interpolate(func: Callable, settings: Any) -> Any:
     same = [volume.shape[2 + i] == sizes[i] for i in range(count)]
     moves = [same[i] and scales[i] not in (None, 1.0) and not corners for i in range(count)]
     if any(moves) and volume.context.communicator.num_shards > 1:
-        refuse("the factor leaves the number of planes of a dim as it is, and torch may move them: pass size=")
+        refuse(
+            "the scale factor keeps the number of planes of a dim, but torch may shift the planes; pass size= instead"
+        )
     plans = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
         i = dim - 2
