@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--gpus", type=int, default=1, help="rows at a time, each on a GPU of its own")
+    parser.add_argument("--each", type=int, default=1, help="GPUs that one training shares")
     parser.add_argument("--runs", type=Path, default=Path("runs/left_atrium"), help="where the run folders go")
     parser.add_argument("--result", type=Path, required=True, help="JSON file")
     chosen = parser.parse_args()
@@ -137,9 +138,10 @@ def _run(job: Job, chosen: argparse.Namespace, place: int) -> dict[str, Any]:
             f"training.epochs={ITERATIONS[job.labelled] // PER_EPOCH}",
             *chosen.overrides,
         ]
+        shared = ["--gpus", str(chosen.each)] if chosen.each > 1 else []
         config = CONFIGS / f"left_atrium_{job.network}.yaml"
         started = time.perf_counter()
-        _call(gpu, "train", str(config), *(part for setting in settings for part in ("--set", setting)))
+        _call(gpu, "train", str(config), *shared, *(part for setting in settings for part in ("--set", setting)))
         trained = time.perf_counter()
         _call(gpu, "predict", str(run), str(data / "imagesTs"), "--output", str(run / "test"))
         seconds = {"training": trained - started, "prediction": time.perf_counter() - trained}
