@@ -35,7 +35,6 @@ from volseg.monitoring.loggers import History, LoggedRun, Logger, build_logger
 from volseg.monitoring.memory import FirstSteps, GpuMeter
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.spot_notices import heeding_spot_notices
-from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.training_log import TrainingLog, list_final
 from volseg.parallel.devices import count_restarts, is_main_process
 from volseg.parallel.processes.progress import report_progress
@@ -330,4 +329,4 @@ def _own_hooks(
     )
     # Before the checkpoints, which write the latest state when they find the training finished.
     stopping = [Patience(settings.patience)] if settings.patience else []
-    return [Progress(), memory, StageTimes(log), log, signs, *stopping, checkpoints]
+    return [Progress(), memory, log, signs, *stopping, checkpoints]
