@@ -1,7 +1,7 @@
 """Pass the numbers of a training to loggers: one function makes the numbers, the same for all loggers."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -33,8 +33,6 @@ class TrainingLog(Hook):
         Description of the run, sent first. The training gives the first step.
     texts : mapping
         Markdown by name.
-    more : callable, optional
-        Returns further scalars by tag, after each epoch.
     meter : GpuMeter, optional
         Of this process's GPUs.
     channel : int
@@ -50,7 +48,6 @@ class TrainingLog(Hook):
         run: LoggedRun | None = None,
         *,
         texts: Mapping[str, str] | None = None,
-        more: Callable[[], Mapping[str, float]] = dict,
         meter: GpuMeter | None = None,
         channel: int = 0,
         ends: bool = True,
@@ -61,7 +58,6 @@ class TrainingLog(Hook):
                 raise ConfigError(f"TrainingLog takes volseg.monitoring.loggers.Logger, got {one!r}; derive its class")
         self._run = run or LoggedRun(name="training")
         self._texts = dict(texts or {})
-        self._more = more
         self._meter = meter or GpuMeter()
         self._channel = channel
         self._ends = ends
@@ -107,11 +103,6 @@ class TrainingLog(Hook):
         if not self._heard:
             return
         values = {**list_scalars(record), **_list_memory(memory)}
-        try:
-            values |= {tag: float(value) for tag, value in self._more().items()}
-        except Exception as fault:  # whatever it is, a curve is no reason to end a training
-            logger.warning("no more scalars of %s (%s: %s)", self._more, type(fault).__name__, fault)
-            self._more = dict
         self._tell_all("scalars", values, record.epoch + 1)
         if record.score is not None and (pictures := self._draw(training)):
             self._tell_all("images", pictures, record.epoch + 1)
@@ -120,10 +111,6 @@ class TrainingLog(Hook):
         """End the loggers, unless `end` is called later."""
         if self._ends:
             self.end(list_final(training.history[-1]) if training.finished and training.history else None)
-
-    def add_images(self, pictures: Mapping[str, Tensor], step: int) -> None:
-        """Show pictures of one's own; ``step`` is the epoch, counted from 1."""
-        self._tell_all("images", pictures, step)
 
     def end(self, scores: Mapping[str, float] | None = None) -> None:
         """End the loggers, with the final scores if there are any; a second call does nothing."""
