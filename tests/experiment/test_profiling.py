@@ -40,7 +40,7 @@ def test_the_verb_runs_the_step_and_writes_table_trace_and_page(config, tmp_path
     told = run(config, *SET, "--steps", "2", "-o", str(folder))
     assert told.exit_code == 0, told.output
     assert "UNet, 2 x 1 x 16 x 16 x 16, float32, cpu, one device. Measured: " in told.output
-    assert "The CPU " in told.output
+    assert "CPU computes " in told.output
     assert f"written: {folder / 'profile.html'}" in told.output.replace("\n", "")
     assert sorted(file.name for file in folder.iterdir()) == [
         "profile.html", "profile.json", "profile.md", "trace.json.gz",
