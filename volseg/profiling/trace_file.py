@@ -193,7 +193,7 @@ def _read_kernel(event: Event, place: StepPlace, step: int | None, *, alone: boo
 
 
 @dataclass(frozen=True)
-class _Step:
+class _TracedStep:
     """Moments of a step in a trace; infinite if they do not occur."""
 
     number: int
@@ -212,7 +212,7 @@ class _Step:
         return StepPlace(LOSS, "forward") if moment >= self.forward else StepPlace(OUTSIDE, "other")
 
 
-def _list_steps(events: Sequence[Event]) -> list[_Step]:
+def _list_steps(events: Sequence[Event]) -> list[_TracedStep]:
     nodes = [event for event in events if event["name"].startswith(BACKWARD)]
     layers = [event for event in events if event["name"].startswith(MARK) and event.get("cat") in RANGES]
     found = []
@@ -223,7 +223,7 @@ def _list_steps(events: Sequence[Event]) -> list[_Step]:
         ]
         backward = [node for node in nodes if begin <= node["ts"] <= end]
         found.append(
-            _Step(
+            _TracedStep(
                 number=int(step["name"].removeprefix(STEP)),
                 begin=begin,
                 end=end,
@@ -236,7 +236,7 @@ def _list_steps(events: Sequence[Event]) -> list[_Step]:
 
 
 def _place_events(
-    events: Sequence[Event], steps: Sequence[_Step], name_layer: Callable[[int], str]
+    events: Sequence[Event], steps: Sequence[_TracedStep], name_layer: Callable[[int], str]
 ) -> Iterator[tuple[Event, list[Event], At]]:
     """Yield the events of a thread in order, with the ranges around them, the innermost first, and their place."""
     opened: list[Event] = []
@@ -256,7 +256,7 @@ def _place_events(
         yield event, around, (place, None if step is None else step.number)
 
 
-def _find_place(names: Sequence[str], moment: float, step: _Step | None, node_layer: str) -> StepPlace:
+def _find_place(names: Sequence[str], moment: float, step: _TracedStep | None, node_layer: str) -> StepPlace:
     """Return the place of what begins inside of ranges with these names, the innermost first."""
     nodes = [number for number, name in enumerate(names) if name.startswith(BACKWARD)]
     marks = [number for number, name in enumerate(names) if name.startswith(MARK) and not name.startswith(STEP)]
