@@ -15,8 +15,6 @@ def work(layer="a", direction="forward", flops=0, moved=0, by_flops=0.0, by_byte
         kind=kind,
         flops=flops,
         bytes_moved=moved,
-        byte_bound=by_bytes,
-        flop_bound=by_flops,
         bound=max(by_flops, by_bytes),
         forecast=2 * max(by_flops, by_bytes),
     )

@@ -47,13 +47,10 @@ SOUND: dict[str, Any] = {
         "cores": 32,
         "core_limit": None,
         "in_container": False,
-        "now": 1.8e9,
-        "built": 1.7e9,
         "shared_memory_bytes": 122 * GIB,
         "shared_memory_free_bytes": 122 * GIB,
         "open_files": 65536,
         "open_files_hard": 65536,
-        "processes": None,
     },
     "folders": {
         "folders": [
@@ -62,14 +59,12 @@ SOUND: dict[str, Any] = {
                 "path": "/runs",
                 "existing": "/",
                 "refused": None,
-                "clock_skew_s": 0.0,
                 "total_bytes": 100 * GIB,
                 "free_bytes": 90 * GIB,
             }
         ]
     },
-    "packages": {"versions": {"monai": "1.6.1"}, "unmet": [], "twice": [], "is_installed": True},
-    "imports": {"refused": {}},
+    "packages": {"versions": {"monai": "1.6.1"}, "unmet": [], "is_installed": True},
     "torch": P3,
     "driver": {
         "version": "580.95.05",
@@ -122,7 +117,7 @@ DOCKERS = change("system", shared_memory_bytes=64 * 2**20, shared_memory_free_by
 def test_a_sound_p3_has_nothing_to_mend() -> None:
     findings = check(SOUND)
     assert {finding.level for finding in findings} == {"ok"}
-    assert len({finding.check for finding in findings}) >= 16
+    assert len({finding.check for finding in findings}) >= 14
 
 
 BAD = {
@@ -177,9 +172,6 @@ BAD = {
     "few open files": (change("system", open_files=512), "open_files", "warning", "512", "ulimit -n 65536"),
     "hardly any open files, and no more to be had": (change("system", open_files=64, open_files_hard=64),
         "open_files", "error", "64", "--ulimit nofile"),
-    "few processes": (change("system", processes=200), "processes", "warning", "200", "--pids-limit"),
-    "a clock that lies behind": (change("system", now=1e9, built=1.75e9), "clock", "warning", "2001", "set-ntp"),
-    "a disk with another clock": (change_folder(clock_skew_s=-300.0), "clock.disk", "warning", "-300 s", "set-ntp"),
     "a full disk": (change_folder(free_bytes=2**28), "disk.runs", "error", "256 MiB", "--output"),
     "a disk that refuses": (change_folder(refused="Read-only file system"),
         "disk.runs", "error", "Read-only", "--output"),
@@ -208,10 +200,6 @@ BAD = {
         "packages", "error", "1.4.0", 'pip install "monai>=1.6"'),
     "a checkout on PYTHONPATH": (change("packages", is_installed=False),
         "packages", "note", "from a checkout", "pip install -e ."),
-    "a package twice": (change("packages", twice=["torch lies in /a and in /b"]),
-        "packages.twice", "warning", "/a and in /b", "pip uninstall torch"),
-    "a library that cannot be imported": (change("imports", refused={"SimpleITK": "ImportError: libstdc++.so.6"}),
-        "imports", "error", "libstdc++", "SimpleITK"),
 }  # fmt: skip
 """By what is bad: the facts, the check, its level, and parts of what was found and of the remedy."""
 
@@ -226,8 +214,7 @@ def test_a_bad_machine_is_told_of(facts: Facts, name: str, level: str, found: st
 
 HARMFUL_VALUES = {
     **dict.fromkeys(("CUDA_LAUNCH_BLOCKING", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "TRITON_INTERPRET"), "1"),
-    "CUDA_VISIBLE_DEVICES": "1,2", "NCCL_DEBUG": "INFO", "RANK": "3", "TORCH_CUDA_ARCH_LIST": "7.0",
-    "LD_LIBRARY_PATH": "/usr/local/cuda-11.8/lib64", "LD_PRELOAD": "libjemalloc.so", "PYTHONHOME": "/opt/python",
+    "LD_LIBRARY_PATH": "/usr/local/cuda-11.8/lib64", "PYTHONHOME": "/opt/python", "RANK": "3",
     "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
 }  # fmt: skip
 
@@ -266,7 +253,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
     assert found.level == "error"
     assert "failed itself" in found.found
     assert said(facts, "driver").level == "ok"
-    assert len(CHECKS) >= 20
+    assert len(CHECKS) >= 16
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from volseg.diagnosis.doctor import (
     gather,
     show_diagnosis,
 )
-from volseg.diagnosis.gatherers import gather_folders, gather_imports, gather_packages, list_bus, look_at, read_module
+from volseg.diagnosis.gatherers import gather_folders, gather_packages, list_bus, look_at, read_module
 from volseg.diagnosis.trials import try_kernel
 from volseg.memory import read_limits
 
@@ -78,11 +78,10 @@ def test_processes_that_cannot_meet_are_told_of(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs prlimit")
 def test_limits_of_a_process_are_found() -> None:
-    system = answer(["prlimit", "--nofile=100:200", "--nproc=900"], "system")
-    assert [system[key] for key in ("open_files", "open_files_hard", "processes")] == [100, 200, 900]
+    system = answer(["prlimit", "--nofile=100:200"], "system")
+    assert [system[key] for key in ("open_files", "open_files_hard")] == [100, 200]
     found = {one.check: (one.level, one.found) for one in check({"system": system})}
     assert found["open_files"] == ("error", "100 open files a process")
-    assert found["processes"] == ("warning", "900 processes and threads a user")
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
@@ -209,7 +208,6 @@ def test_folders_are_written_to_and_left_as_they_were(tmp_path: Path) -> None:
     there = look_at("cache", tmp_path / "not" / "yet")
     assert (there["path"], there["existing"]) == (str(tmp_path / "not" / "yet"), str(tmp_path))
     assert there["refused"] is None
-    assert abs(there["clock_skew_s"]) < 5
     assert there["free_bytes"] > 0
     assert list(tmp_path.iterdir()) == []
     assert look_at("runs", Path("/proc/self/runs"))["refused"], "a folder that takes no file"
@@ -258,33 +256,19 @@ def install(site: Path, name: str, version: str, *requires: str) -> None:
     (folder / "METADATA").write_text("Metadata-Version: 2.1\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 
-def test_packages_that_do_not_fit_and_those_in_two_places_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, other = tmp_path / "one", tmp_path / "other"
+def test_packages_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = tmp_path / "one"
     never = ('never; extra == "never"', 'nowhere; sys_platform == "none"')
     install(one, "volseg", "1.0", "monai>=2", "gone", "numpy==1.*", *never)
     install(one, "monai", "1.5")
     install(one, "numpy", "1.2")
-    install(other, "monai", "3.0")
-    monkeypatch.setattr(sys, "path", [str(one), str(other)])
+    monkeypatch.setattr(sys, "path", [str(one)])
     found = gather_packages()
     assert found["versions"] == {"monai": "1.5", "gone": None, "numpy": "1.2"}
     assert found["unmet"] == ["volseg needs monai>=2, installed is 1.5", "volseg needs gone, which is not installed"]
-    assert found["twice"] == [f"monai lies in {one} and in {other}"]
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # where no package says what it is
     found = gather_packages()
     assert (found["is_installed"], found["unmet"]) == (False, [])
-
-
-def test_a_library_that_cannot_be_imported_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "reader_of_nothing.py").write_text("raise OSError('libGL.so.1 is missing')", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = gather_imports("json", "reader_of_nothing", "no_such_library")
-    assert found["refused"] == {
-        "reader_of_nothing": "OSError: libGL.so.1 is missing",
-        "no_such_library": "ModuleNotFoundError: No module named 'no_such_library'",
-    }
 
 
 def made_up(*levels: str) -> Diagnosis:

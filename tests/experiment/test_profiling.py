@@ -40,8 +40,7 @@ def test_the_verb_runs_the_step_and_writes_table_trace_and_page(config, tmp_path
     told = run(config, *SET, "--steps", "2", "-o", str(folder))
     assert told.exit_code == 0, told.output
     assert "UNet, 2 x 1 x 16 x 16 x 16, float32, cpu, one device. Measured: " in told.output
-    assert "GFLOP/s" in told.output
-    assert "The CPU " in told.output
+    assert "CPU computes " in told.output
     assert f"written: {folder / 'profile.html'}" in told.output.replace("\n", "")
     assert sorted(file.name for file in folder.iterdir()) == [
         "profile.html", "profile.json", "profile.md", "trace.json.gz",
@@ -51,8 +50,6 @@ def test_the_verb_runs_the_step_and_writes_table_trace_and_page(config, tmp_path
     rows = {(row.layer, row.direction): row for row in report.layers}
     first = rows["model.0.conv.unit0.conv", "forward"]
     assert (first.module, first.calls) == ("Conv3d", 1)
-    assert first.flops == 2 * 2 * 8**3 * 4 * 27, "two of each multiply-add, of half the sides"
-    assert first.bytes_moved == 4 * (2 * 16**3 + 4 * 27 + 4 + 2 * 4 * 8**3)
     assert rows["model.0.conv.unit0.conv", "backward"].calls >= 1
     directions = {direction for _, direction in rows}
     assert directions >= {"forward", "backward", "optimizer", "augmentation"}
@@ -82,7 +79,7 @@ def test_a_gpu_that_is_not_here_is_forecast(config):
     first = rows["model.0.conv.unit0.conv", "forward"]
     assert first.bound > 0
     assert first.times_bound == pytest.approx(first.seconds / first.bound)
-    assert first.forecast == pytest.approx(first.seconds)
+    assert first.flops == 2 * 2 * 8**3 * 4 * 27, "two of each multiply-add, of half the sides"
     assert ("(optimizer)", "optimizer") in rows
     assert 0 < first.bandwidth_share < 1
     assert report.step_seconds >= device.computing * 0.99
@@ -113,25 +110,16 @@ def test_kernels_of_a_step_without_marks_are_found_in_the_marked_one(config):
     assert seen.seconds > 0
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.autograd.profiler.profile, "_ensure_function_events"),
-    reason="this torch sorts all events of a profile in any case",
-)
-def test_torch_writes_a_trace_and_sorts_no_events(config, monkeypatch):
+def test_gathered_batches_are_one_step_and_torch_sorts_no_events(config, monkeypatch):
     def sort_events(*_arguments):
         raise AssertionError("torch would make an object of each event: more than a minute on four GPUs")
 
-    monkeypatch.setattr(torch.autograd.profiler.profile, "_ensure_function_events", sort_events)
-    report = profile_training(load_config(config, SMALL), steps=1).report
-    assert report.kernels_per_step > 0
-
-
-def test_gathered_batches_are_one_step(config):
+    if hasattr(torch.autograd.profiler.profile, "_ensure_function_events"):  # else torch sorts them in any case
+        monkeypatch.setattr(torch.autograd.profiler.profile, "_ensure_function_events", sort_events)
     loaded = load_config(config, [*SMALL, "training.accumulate=2"])
     report = profile_training(loaded, steps=1).report
     row = next(row for row in report.layers if (row.layer, row.direction) == ("model.0.conv.unit0.conv", "forward"))
     assert row.calls == 2
-    assert row.flops is not None
 
 
 def test_the_schema_says_what_each_value_is():

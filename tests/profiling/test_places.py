@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from volseg.profiling.kernels import LOSS, OPTIMIZER
-from volseg.profiling.places import PlacedRuns, PlaceWatch
+from volseg.profiling.places import PlaceWatch
 
 
 class Net(nn.Module):
@@ -21,17 +22,27 @@ class Net(nn.Module):
         return self.head(x) * 2.0
 
 
+class PlacedOperators(TorchDispatchMode):
+    def __init__(self, watch):
+        super().__init__()
+        self.watch, self.found = watch, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append((func.overloadpacket.__name__, *self.watch.find_place()))
+        return func(*args, **(kwargs or {}))
+
+
 def watch_step(net, *, batches=1):
     """Return the places of a step's operators, by the operator and in order."""
     watch = PlaceWatch(lambda module: module if module is net else None)
-    runs = PlacedRuns(watch)
+    operators = PlacedOperators(watch)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with watch.watching(), runs.noting():
+    with watch.watching(), operators:
         for _ in range(batches):
             loss = net(torch.zeros(1, 1, 4, 4, 4)).square().mean()
             loss.backward()
         optimizer.step()
-    return [(run.name.removeprefix("aten.").partition(",")[0], *place) for run, place in runs.items()], watch
+    return operators.found, watch
 
 
 def test_operators_are_placed_by_module_and_direction():

@@ -98,7 +98,6 @@ def make_replay():
 def test_replayed_kernels_are_those_of_the_eager_step():
     eager = read_trace(make_eager(), name_layer)
     seen = read_trace(make_replay(), name_layer)
-    assert all(kernel.is_replayed for kernel in seen)
     found, matched = replace_replayed(seen, eager)
     second = [(kernel.timed.name, *kernel.timed.place) for kernel in found if kernel.step == 1]
     assert second == [

@@ -28,7 +28,7 @@ from volseg.diagnosis import gpu_checks, machine_checks
 from volseg.streams import make_printable
 from volseg.version import __version__
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Version of the JSON: raised when a key disappears or changes its meaning."""
 
 LEVELS = ("ok", "note", "warning", "error")
@@ -38,11 +38,11 @@ LIMITS_S = {
     **dict.fromkeys(("python", "system", "folders"), 30.0),
     **dict.fromkeys(("packages", "driver"), 60.0),  # nvidia-smi takes half a minute where GPUs sleep
     **dict.fromkeys(("torch", "links"), 120.0),
-    **dict.fromkeys(("imports", "all_reduce", "compiler"), 180.0),
+    **dict.fromkeys(("all_reduce", "compiler"), 180.0),
 }
 """Time limit of each section of the facts: many times the duration on a slow machine."""
 
-TRIALS = ("imports", "links", "all_reduce", "compiler")
+TRIALS = ("links", "all_reduce", "compiler")
 """Sections that take long; a quick diagnosis is without them."""
 
 GRACE_S = 5.0
@@ -115,7 +115,7 @@ def diagnose(*, quick: bool = False, cache: str | Path | None = None, runs: str 
     Parameters
     ----------
     quick
-        Skip trials: sums between processes, copies between GPUs, a kernel, imports.
+        Skip trials: sums between processes, copies between GPUs, a kernel.
     cache, runs
         Folders to check instead of volseg's defaults.
     """

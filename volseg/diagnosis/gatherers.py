@@ -14,17 +14,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import distribution, distributions
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
-import volseg
 from volseg.files import choose_cache_folder
 from volseg.memory import available_bytes, read_limits, read_text
 from volseg.version import installed_version
@@ -50,32 +47,18 @@ def gather_python() -> Section:
     }
 
 
-LIBRARIES = ("numpy", "scipy.ndimage", "nibabel", "SimpleITK", "isal", "tensorboard", "monai")
-
-
-def gather_imports(*libraries: str) -> Section:
-    """Import libraries one after the other; compiled ones may lack a file of the system. Return errors by name."""
-    refused = {}
-    for name in libraries or LIBRARIES:
-        try:
-            import_module(name)
-        except Exception as fault:  # any error of the library is the result
-            refused[name] = shorten(fault)
-    return {"refused": refused}
-
-
 def shorten(fault: Exception) -> str:
     """Return the type and the first line of an error."""
     return f"{type(fault).__name__}: {fault}".strip().splitlines()[0]
 
 
 def gather_packages() -> Section:
-    """Return the versions of volseg's requirements, those that are unmet, and packages that lie in two places.
+    """Return the versions of volseg's requirements, and those that are unmet.
 
     A checkout that is not installed has no metadata on its requirements.
     """
     if installed_version("volseg") is None:
-        return {"is_installed": False, "versions": {}, "unmet": [], "twice": []}
+        return {"is_installed": False, "versions": {}, "unmet": []}
     needed = [Requirement(text) for text in distribution("volseg").requires or ()]
     wanted = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
     versions = {one.name: installed_version(one.name) for one in wanted}
@@ -85,17 +68,7 @@ def gather_packages() -> Section:
         if found is None or not one.specifier.contains(found, prereleases=True):
             has = "which is not installed" if found is None else f"installed is {found}"
             unmet.append(f"volseg needs {one.name}{one.specifier}, {has}")
-    places: dict[str, set[str]] = {}
-    for package in distributions():
-        if (name := package.metadata["Name"]) is not None:  # None in a broken installation
-            places.setdefault(canonicalize_name(name), set()).add(str(package.locate_file("")))
-    own = {canonicalize_name(name) for name in ("volseg", *versions)}
-    twice = [
-        f"{name} lies in {' and in '.join(sorted(found))}"
-        for name, found in sorted(places.items())
-        if len(found) > 1 and name in own
-    ]
-    return {"is_installed": True, "versions": versions, "unmet": unmet, "twice": twice}
+    return {"is_installed": True, "versions": versions, "unmet": unmet}
 
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is asked for its size
@@ -104,12 +77,10 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is asked for its size
 def gather_system() -> Section:
     """Return memory, cores and limits of the machine, and of the container in it.
 
-    Limits are null where there are none, ``core_limit`` is in cores, ``now`` and ``built`` (the time of volseg's newest
-    file, which a correct clock is behind) are in seconds since 1970.
+    Limits are null where there are none, ``core_limit`` is in cores.
     """
     shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     soft, hard = (2**31 if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
-    processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     memory_limit, core_limit = read_limits()
     return {
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -121,10 +92,7 @@ def gather_system() -> Section:
         "shared_memory_free_bytes": shared.free if shared else None,
         "open_files": soft,
         "open_files_hard": hard,
-        "processes": None if processes == resource.RLIM_INFINITY else processes,
         "in_container": Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
-        "now": time.time(),
-        "built": max(path.stat().st_mtime for path in Path(volseg.__file__).parent.glob("*.py")),
     }
 
 
@@ -145,20 +113,17 @@ def gather_folders(*assigned: str) -> Section:
 def look_at(role: str, path: Path) -> Section:
     """Inspect a folder, or its nearest existing parent: write a temporary file, and read the free space.
 
-    ``refused`` is why no file could be written; ``clock_skew_s`` by how many seconds the disk's clock is ahead.
+    ``refused`` is why no file could be written.
     """
     path = path.absolute()
     existing = next(folder for folder in (path, *path.parents) if folder.is_dir())
     usage = shutil.disk_usage(existing)
-    refused, skew, before = None, 0.0, time.time()
+    refused = None
     try:
         with tempfile.NamedTemporaryFile(prefix=".volseg_doctor_", dir=existing) as file:
             file.write(bytes(1024))
             file.flush()
             os.fsync(file.fileno())
-            written = os.stat(file.name).st_mtime
-        # The file was written between the two times; the remaining difference is the other clock's.
-        skew = written - min(max(written, before), time.time())
     except OSError as fault:
         refused = fault.strerror or str(fault)
     return {
@@ -168,7 +133,6 @@ def look_at(role: str, path: Path) -> Section:
         "total_bytes": usage.total,
         "free_bytes": usage.free,
         "refused": refused,
-        "clock_skew_s": skew,
     }
 
 

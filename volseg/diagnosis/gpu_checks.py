@@ -24,9 +24,6 @@ Said = Iterator[tuple[str, ...]]
 
 VOLTA, AMPERE, BLACKWELL = (7, 0), (8, 0), (10, 0)
 LEAST_TORCH = Version("2.8")
-FIRST_GUARDED = Version("2.9.1")
-"""The first torch that avoids the wrong kernels of cuDNN."""
-
 WRONG_CUDNN = range(90800, 91500)
 FIRST_CUDNN_WITHOUT_VOLTA = 91100
 
@@ -69,14 +66,9 @@ def check_architectures(torch: Section) -> Said:
         if has_code_for(capability, torch["architectures"]):
             yield "gpu.architecture", "ok", f"{told}, among what the build has code for"
             continue
-        remedy = FOR_VOLTA
-        if capability == VOLTA:
-            why = "a V100 needs a build for CUDA 12.6, of torch up to 2.14; others find 'no kernel image is available'"
-        elif capability < VOLTA:
-            why = "builds for CUDA 12.6 alone still have code for GPUs as old as this"
-        else:
-            remedy = f'{INSTALL} "torch>=2.10" {WHEELS}{"cu128" if capability >= BLACKWELL else "cu126"}'
-            why = "its kernels end with 'no kernel image is available for execution on the device'"
+        newer = f'{INSTALL} "torch>=2.10" {WHEELS}{"cu128" if capability >= BLACKWELL else "cu126"}'
+        remedy = FOR_VOLTA if capability <= VOLTA else newer
+        why = "its kernels end with 'no kernel image is available for execution on the device'"
         has = f"this build (torch {torch['version']}) has code for {', '.join(torch['architectures'])}"
         yield "gpu.architecture", "error", f"{told}; {has}", why, remedy
 
@@ -107,10 +99,8 @@ def check_cudnn(torch: Section) -> Said:
         why = "convolutions run several times slower without it"
         yield "cudnn", "warning", "there is no cuDNN", why, f"{INSTALL} torch {_index(torch)}"
         return
-    told, has_volta = (
-        f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}",
-        VOLTA in _list_capabilities(torch),
-    )
+    told = f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}"
+    has_volta = VOLTA in _list_capabilities(torch)
     if has_volta and number >= FIRST_CUDNN_WITHOUT_VOLTA:
         remedy = f'{FOR_VOLTA} && pip install "nvidia-cudnn-cu12<9.11"'
         yield "cudnn", "error", told, "cuDNN from 9.11 on does not run on a V100", remedy
@@ -118,10 +108,8 @@ def check_cudnn(torch: Section) -> Said:
         yield "cudnn", "ok", told
     else:
         why = (
-            "cuDNN 9.8 to 9.14 may compute 3D convolutions of large volumes wrongly in half precision"
-            if Version(torch["version"]) < FIRST_GUARDED
-            else "torch does not use cuDNN 9.8 to 9.14 for 3D convolutions in half precision, unless they lie channels "
-            "last"
+            "cuDNN 9.8 to 9.14 may compute 3D convolutions of large volumes wrongly in half precision; torch from "
+            "2.9.1 on uses it for these only if they lie channels last"
         )
         remedy = f'pip install "nvidia-cudnn-cu{torch["cuda"].partition(".")[0]}>=9.15"'
         if has_volta:

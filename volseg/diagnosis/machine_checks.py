@@ -1,10 +1,9 @@
-"""Check Python, packages, memory, cores, limits, disks, clock and environment variables, and report failed gatherers.
+"""Check Python, packages, memory, cores, limits, disks and environment variables, and report failed gatherers.
 
 What a check needs and yields says `volseg.diagnosis.gpu_checks`.
 """
 
 import re
-import time
 from collections.abc import Mapping, Sequence
 
 from volseg.diagnosis.gpu_checks import MEND_COPIES, Said, Section
@@ -25,17 +24,8 @@ SCARCE_FILES, FEW_FILES = 256, 1024
 """1024 is Linux's default per process, with which everything here was run. 256 is the least default (macOS).
 Judgements: the need grows with the numbers of processes and of mapped cases."""
 
-SCARCE_PROCESSES = 1024
-"""A training has tens of threads per GPU, some hundreds with eight GPUs; the rest is for the user's other processes."""
-
 SCARCE_DISK, FEW_DISK = GIB, 20 * GIB
 """A run folder of V-Net takes 1 GiB with its checkpoints; prepared cases of a Decathlon task some tens."""
-
-SKEW_S = 5.0
-"""A heartbeat is written every 5 s: a larger clock error makes a healthy run look late."""
-
-INSTALLED_LATER_S = 60.0
-"""Tolerance for rounded file times and for adjustments of the clock."""
 
 
 def gib(num_bytes: float) -> str:
@@ -63,27 +53,9 @@ def check_packages(packages: Section) -> Said:
         needed = re.split(", (?:installed is|which is not)", sentence.removeprefix("volseg needs "))[0]
         why = "it is not known to work, or known not to"
         yield "packages", "error", sentence, why, f'pip install "{needed}"'
-    for sentence in packages["twice"]:
-        remedy = f"pip uninstall {sentence.partition(' ')[0]}, once for each, and install it again"
-        yield (
-            "packages.twice",
-            "warning",
-            sentence,
-            "which of the two is imported depends on how Python is started",
-            remedy,
-        )
-    if not packages["unmet"] and not packages["twice"]:
+    if not packages["unmet"]:
         known = [f"{name} {version}" for name, version in packages["versions"].items() if version]
         yield "packages", "ok", ", ".join(known)
-
-
-def check_imports(imports: Section) -> Said:
-    """Report libraries that cannot be imported."""
-    for name, fault in imports["refused"].items():
-        remedy = f"pip install --force-reinstall --no-deps {name.partition('.')[0]}"
-        yield "imports", "error", f"import {name}: {fault}", "images could not be read, or networks not built", remedy
-    if not imports["refused"]:
-        yield "imports", "ok", "MONAI, nibabel, SimpleITK, isal and what they need can be imported"
 
 
 def check_memory(system: Section) -> Said:
@@ -147,8 +119,8 @@ def check_cores(system: Section, torch: Section | None = None) -> Said:
 
 
 def check_limits(system: Section) -> Said:
-    """Report the limits of open files per process and of processes per user."""
-    files, hard, processes = system["open_files"], system["open_files_hard"], system["processes"]
+    """Report the limit of open files per process."""
+    files, hard = system["open_files"], system["open_files_hard"]
     told = f"{files} open files a process"
     if files < FEW_FILES:
         why = "cases, libraries and connections between processes end with 'Too many open files'"
@@ -158,10 +130,6 @@ def check_limits(system: Section) -> Said:
         yield "open_files", "error" if files < SCARCE_FILES else "warning", told, why, remedy
     else:
         yield "open_files", "ok", told
-    if processes is not None and processes < SCARCE_PROCESSES:
-        told = f"{processes} processes and threads a user"
-        why = "a training has tens of threads for each GPU; more cannot be started then"
-        yield "processes", "warning", told, why, "ulimit -u 65536, or docker run --pids-limit=-1 ..."
 
 
 WAYS = {
@@ -191,28 +159,8 @@ def check_folders(folders: Section) -> Said:
             yield name, "ok", told
 
 
-def check_clock(system: Section) -> Said:
-    """Report whether the clock is plausible."""
-    told = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(system["now"]))
-    if system["now"] < system["built"] - INSTALLED_LATER_S:
-        why = "certificates of downloads are refused, and runs are sorted wrongly"
-        yield "clock", "warning", f"{told}, before volseg was installed", why, "sudo timedatectl set-ntp true"
-    else:
-        yield "clock", "ok", told
-
-
-def check_disk_clocks(folders: Section) -> Said:
-    """Report disks whose clocks disagree with the machine's."""
-    for folder in folders["folders"]:
-        if abs(folder["clock_skew_s"]) > SKEW_S:
-            found = f"the disk of {folder['existing']} is {folder['clock_skew_s']:+.0f} s from this machine's clock"
-            why = "health checks by the age of a run's files go wrong, on this machine or the one that shares it"
-            yield "clock.disk", "warning", found, why, "sudo timedatectl set-ntp true, on both machines"
-
-
 HARMFUL: Mapping[str, tuple[str, str, str]] = {
     "CUDA_LAUNCH_BLOCKING": ("1", "warning", "every kernel is waited for, and steps cannot be recorded"),
-    "CUDA_VISIBLE_DEVICES": (".*", "note", "volseg sees these GPUs alone, and numbers them from 0"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (".+", "warning", "every tensor asks the driver for memory"),
     "PYTORCH_CUDA_ALLOC_CONF": (
         ".*backend:cudaMallocAsync.*",
@@ -221,10 +169,7 @@ HARMFUL: Mapping[str, tuple[str, str, str]] = {
     ),
     "NCCL_P2P_DISABLE": ("1", "warning", "GPUs talk over main memory in place of NVLink"),
     "NCCL_SHM_DISABLE": ("1", "warning", "GPUs without peer access talk over the network"),
-    "NCCL_DEBUG": ("INFO|TRACE", "note", "every process prints hundreds of lines"),
-    "TORCH_CUDA_ARCH_LIST": (".+", "note", "it counts for what is compiled here, not for torch itself"),
     "TRITON_INTERPRET": ("1", "error", "kernels are interpreted line by line, thousands of times slower"),
-    "LD_PRELOAD": (".+", "note", "a library is put into every process before its own"),
     "LD_LIBRARY_PATH": (
         "(?i:.*(cuda|cudnn|nccl).*)",
         "warning",
@@ -295,6 +240,6 @@ def check_failures(failures: Sequence[Section], torch: Section | None = None) ->
 
 
 CHECKS = (
-    *(check_failures, check_python, check_packages, check_imports, check_memory, check_shared_memory, check_cores),
-    *(check_limits, check_folders, check_clock, check_disk_clocks, check_variables),
+    *(check_failures, check_python, check_packages, check_memory, check_shared_memory, check_cores),
+    *(check_limits, check_folders, check_variables),
 )

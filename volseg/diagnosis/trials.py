@@ -25,16 +25,8 @@ def gather_torch() -> Section:
     try:
         for index in range(torch.cuda.device_count()):
             told = torch.cuda.get_device_properties(index)
-            free = torch.cuda.mem_get_info(index)[0]
-            gpus.append(
-                {
-                    "index": index,
-                    "name": told.name,
-                    "capability": (told.major, told.minor),
-                    "memory_bytes": told.total_memory,
-                    "free_bytes": free,
-                }
-            )
+            capability, memory = (told.major, told.minor), told.total_memory
+            gpus.append({"index": index, "name": told.name, "capability": capability, "memory_bytes": memory})
         if not gpus and torch.version.cuda is not None:
             torch.cuda.init()  # says why there are none
     except RuntimeError as fault:

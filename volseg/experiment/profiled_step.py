@@ -32,16 +32,13 @@ from volseg.models.fit_grid import FitGrid
 from volseg.parallel import ModelParallel
 from volseg.parallel.data_parallel import DataParallel
 from volseg.profiling.kernels import AUGMENTATION, MARK, OUTSIDE
-from volseg.profiling.places import PlacedRuns, PlaceWatch
+from volseg.profiling.places import PlaceWatch
 from volseg.workflow.hooks import Hook
 from volseg.workflow.precision import seed_everything
 from volseg.workflow.training import Training
 
 WARM_UP = 5
 """Steps before the timed ones: three run eagerly, the fourth is captured, the fifth is the first replay."""
-
-NOTED = 1
-"""Steps after the profiled ones whose operators are recorded."""
 
 NUM_CASES = 2
 
@@ -98,7 +95,7 @@ def build_profiled(config: ExperimentConfig, facts: DataFacts, steps: int) -> Bu
         Profiled steps, which determine the length of the epoch.
     """
     device = choose_device(config)
-    length = (WARM_UP + 2 * steps + NOTED) * config.training.accumulate
+    length = (WARM_UP + 2 * steps) * config.training.accumulate
     config = config.with_values(training={"epochs": 1, "iterations": length})
     config, mesh = resolve_mesh(config, device)
     seed_everything(config.seed)
@@ -124,9 +121,8 @@ def _make_cases(config: ExperimentConfig, task: Task) -> list[Case]:
 
 
 def watch_steps(
-    built: BuiltTraining, steps: int, *, watch: PlaceWatch | None = None, runs: PlacedRuns | None = None,
-    record: bool = True,
-) -> WatchedSteps:  # fmt: skip
+    built: BuiltTraining, steps: int, *, watch: PlaceWatch | None = None, record: bool = True
+) -> WatchedSteps:
     """Train for some steps; return their measurements.
 
     Parameters
@@ -137,14 +133,12 @@ def watch_steps(
         Steps to time without the profiler, and then with it.
     watch : PlaceWatch, optional
         Marks the layers in the trace. It prevents a capture: see ``record``.
-    runs : PlacedRuns, optional
-        Records the operators of one more step.
     record : bool
         Whether the step may be captured.
     """
     settings = built.config.training
     devices = {parameter.device for parameter in built.model.parameters()}
-    hook = _Watching(devices, steps, settings.accumulate, watch, runs)
+    hook = _Watching(devices, steps, settings.accumulate, watch)
     training = build_training(
         built.config.with_values(training={"record": settings.record and record}),
         built.model,
@@ -179,13 +173,10 @@ class _Batches:
 
 
 class _Watching(Hook):
-    """Times steps, then profiles as many steps, then records the operators of one more."""
+    """Times steps, then profiles as many steps."""
 
-    def __init__(
-        self, devices: set[torch.device], steps: int, accumulate: int, watch: PlaceWatch | None, runs: PlacedRuns | None
-    ) -> None:
-        self._devices, self._steps, self._accumulate = devices, steps, accumulate
-        self._watch, self._runs = watch, runs
+    def __init__(self, devices: set[torch.device], steps: int, accumulate: int, watch: PlaceWatch | None) -> None:
+        self._devices, self._steps, self._accumulate, self._watch = devices, steps, accumulate, watch
         self._marks = ExitStack()
         self._around = ExitStack()
         self._profiler: profile | None = None
@@ -251,9 +242,6 @@ class _Watching(Hook):
         self._profiler = None
         self.seen.events = json.loads(text)["traceEvents"]
         self.seen.file = gzip.compress(text)
-        if self._runs is not None and self._watch is not None:
-            self._around.enter_context(self._watch.watching())
-            self._around.enter_context(self._runs.noting())
 
     def _wait(self) -> None:
         for device in self._devices:

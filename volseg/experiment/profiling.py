@@ -2,8 +2,8 @@
 
 On this machine the step runs under torch's profiler. A replayed step has no Python calls that name a layer: it runs
 eagerly first, and the replay's kernels are matched with the eager ones. The computation and traffic of each layer
-follow from a traced step on a GPU, and from the executed operators on a CPU. For a GPU of another machine the step is
-only traced, and timed by the table of measured kernels.
+follow from a traced step. For a GPU of another machine the step is only traced, and timed by the table of measured
+kernels.
 """
 
 import math
@@ -33,8 +33,16 @@ from volseg.experiment.profiled_step import BuiltTraining, WatchedSteps, build_p
 from volseg.files import replacing
 from volseg.parallel.devices import count_gpus, count_launched
 from volseg.parallel.fast_kernels import CAPABILITY
-from volseg.profiling.kernels import PlacedWork, TimedKernel, as_kernels, sum_device_times, sum_kinds, sum_layers
-from volseg.profiling.places import PlacedRuns, PlaceWatch, list_work, place_work
+from volseg.profiling.kernels import (
+    PlacedWork,
+    StepPlace,
+    TimedKernel,
+    as_kernels,
+    sum_device_times,
+    sum_kinds,
+    sum_layers,
+)
+from volseg.profiling.places import PlaceWatch, list_work
 from volseg.profiling.report import DevicePeaks, ProfileReport
 from volseg.profiling.table import advise, describe_limit
 from volseg.profiling.trace_file import read_trace, replace_replayed
@@ -43,7 +51,7 @@ from volseg.workflow.precision import Precision, choose_dtype, deterministic
 
 TRACE, TABLE = "trace.json.gz", "profile.json"
 
-CPU_HAS_NO_BOUNDS = "the bounds of a CPU are not known; volseg profile --gpu h200 tells those of a GPU without one"
+CPU_HAS_NO_BOUNDS = "work and bounds are not known on a CPU; volseg profile --gpu h200 tells those of a GPU without one"
 
 BY_STRATEGY = "its strategy records in parts, or not at all"
 
@@ -143,19 +151,17 @@ def _follow(config: ExperimentConfig, facts: DataFacts, machine: Machine, num_gp
     plan = config.mesh(max(1, num_gpus // stages))  # a process drives all stages of a pipeline
     candidate = replace(build_candidate(config, plan, stages), kernels=free.kernels[0])
     watch = PlaceWatch(find_network)
-    runs = PlacedRuns(watch)
+    places: dict[int, StepPlace] = {}
 
     def time_kernel(run: KernelRun) -> float:
-        runs.note(run)
+        places[id(run)] = watch.find_place()
         return gpu.seconds(run)
 
     # Not captured: the hooks that mark layers would be refused there, and the kernels are the same.
     with watch.watching():
         traces = trace_candidate(described.work, replace(candidate, recorded=False), gpu, time_kernel=time_kernel)
-    work = [each for trace in traces for each in list_work(trace, runs, gpu, machine.links)]
-    return _Followed(
-        candidate=candidate, work=work, traces=traces, recorded=free.records, classes=watch.classes
-    )  # fmt: skip
+    work = [each for trace in traces for each in list_work(trace, places, gpu, machine.links)]
+    return _Followed(candidate=candidate, work=work, traces=traces, recorded=free.records, classes=watch.classes)
 
 
 def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> Profiled:
@@ -213,8 +219,10 @@ def _profile_here(config: ExperimentConfig, facts: DataFacts, steps: int, *, on_
             None if seen.is_recorded else seen.not_recorded or explain_eager(built.config, dtype) or BY_STRATEGY
         )
     else:
-        seen, kernels, work, layer_classes = _watch_operators(built, steps)
-        matched, not_recorded = None, "no step is recorded on a CPU"
+        watch = PlaceWatch(find_network, annotates=True)
+        seen = watch_steps(built, steps, watch=watch)
+        kernels = [kernel.timed for kernel in read_trace(seen.events, watch.name_layer)]
+        work, matched, layer_classes, not_recorded = [], None, watch.classes, "no step is recorded on a CPU"
     report = _put_together(
         built.config,
         kernels,
@@ -237,17 +245,6 @@ def _profile_here(config: ExperimentConfig, facts: DataFacts, steps: int, *, on_
         notes=notes,
     )
     return replace(report, trace=seen.file)
-
-
-def _watch_operators(
-    built: BuiltTraining, steps: int
-) -> tuple[WatchedSteps, list[TimedKernel], list[PlacedWork], dict[str, str]]:
-    """Return the measurements of steps on a CPU, its operators as kernels, their work, and the layers' classes."""
-    watch = PlaceWatch(find_network, annotates=True)
-    runs = PlacedRuns(watch)
-    seen = watch_steps(built, steps, watch=watch, runs=runs)
-    kernels = [kernel.timed for kernel in read_trace(seen.events, watch.name_layer)]
-    return seen, kernels, [place_work(run, place) for run, place in runs.items()], watch.classes
 
 
 def _follow_here(config: ExperimentConfig, facts: DataFacts) -> tuple[_Followed | None, Machine | None, list[str]]:
@@ -308,7 +305,7 @@ def _put_together(
     numbers = sorted({kernel.device for kernel in kernels})
     # Communication kernels, without messages.
     sending = [each for each in work if each.place.direction == "communication" and "_kernel" in each.name]
-    exchanging = {number: sum(each.forecast or 0.0 for each in sending if each.device == number) for number in numbers}
+    exchanging = {number: sum(each.forecast for each in sending if each.device == number) for number in numbers}
     devices = tuple(
         sum_device_times(
             kernels,

@@ -35,7 +35,6 @@ from volseg.monitoring.loggers import History, LoggedRun, Logger, build_logger
 from volseg.monitoring.memory import FirstSteps, GpuMeter
 from volseg.monitoring.progress import Progress
 from volseg.monitoring.spot_notices import heeding_spot_notices
-from volseg.monitoring.stage_times import StageTimes
 from volseg.monitoring.training_log import TrainingLog, list_final
 from volseg.parallel.devices import count_restarts, is_main_process
 from volseg.parallel.processes.progress import report_progress
@@ -210,7 +209,7 @@ class _Run:
         self, config: ExperimentConfig, batches: EpochBatches, loggers: Sequence[Logger], hooks: Sequence[Hook]
     ) -> None:
         task, make = self.chosen.task, self.reading.make_validation
-        self.log = _open_log(config, self.job, loggers, self.signs, self.memory, task)
+        self.log = _open_log(config, self.job, loggers, self.signs, task)
         self.held.callback(self.log.end)  # without scores, if the training does not reach its end
         self.training = build_training(
             config,
@@ -247,7 +246,7 @@ class _Run:
         """Train to the last epoch."""
         is_begun = not self.training.finished
         try:
-            with self.signs.fitting():
+            with self.signs.span("training"):
                 self.training.run()
         except Exception:
             if self.job.leads and (self.training.epoch, self.training.position) == (0, 0):
@@ -296,12 +295,7 @@ class _Run:
 
 
 def _open_log(
-    config: ExperimentConfig,
-    job: JobFolder,
-    loggers: Sequence[Logger],
-    signs: Heartbeat,
-    memory: FirstSteps,
-    task: Task,
+    config: ExperimentConfig, job: JobFolder, loggers: Sequence[Logger], signs: Heartbeat, task: Task
 ) -> TrainingLog:
     """Return the log of the training for the leader's loggers."""
     if not is_main_process():
@@ -315,7 +309,7 @@ def _open_log(
     )
     texts = {"config": f"```yaml\n{format_config(config)}```", "network": describe_network(config, task)}
     channel = choose_channel(config, task)
-    return TrainingLog([History(), *loggers], run, texts=texts, more=memory.scalars, channel=channel, ends=False)
+    return TrainingLog([History(), *loggers], run, texts=texts, channel=channel, ends=False)
 
 
 def _own_hooks(
@@ -330,4 +324,4 @@ def _own_hooks(
     )
     # Before the checkpoints, which write the latest state when they find the training finished.
     stopping = [Patience(settings.patience)] if settings.patience else []
-    return [Progress(), memory, StageTimes(log), log, signs, *stopping, checkpoints]
+    return [Progress(), memory, log, signs, *stopping, checkpoints]

@@ -12,11 +12,10 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from volseg.checkpointing.state import EpochRecord
 from volseg.lifetime import take_age
@@ -33,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 EVERY_SECONDS = 5.0
 """Seconds between two writings."""
-
-OF_EPOCHS = ("training", "waiting for data", "recording", "validation")
-"""Spans that are counted per epoch."""
 
 
 class Heartbeat(Hook):
@@ -61,9 +57,7 @@ class Heartbeat(Hook):
         self._training: Training | None = None
         self._state: run_files.State = "preparing"
         self._message = ""
-        self._before = (0.0, 0.0)  # of the epoch gone on with, in an earlier process
-        self._batch_begun = 0.0
-        self._seconds_recording = 0.0  # of this epoch
+        self._waited_before = 0.0  # in the epoch gone on with, in an earlier process
         self._lock = threading.Lock()
 
     @property
@@ -147,21 +141,6 @@ class Heartbeat(Hook):
             self._open.remove(name)
 
     @contextmanager
-    def fitting(self) -> Iterator[None]:
-        """Mark that the training runs inside the context; count the time between its epochs."""
-        begin, counted = time.perf_counter(), self._count_epochs()
-        try:
-            yield
-        finally:
-            between = time.perf_counter() - begin - (self._count_epochs() - counted)
-            with self._lock:
-                self._spans["between epochs"] += max(between, 0.0)
-
-    def _count_epochs(self) -> float:
-        with self._lock:
-            return math.fsum(self._spans.get(name, 0.0) for name in OF_EPOCHS)
-
-    @contextmanager
     def validating(self) -> Iterator[None]:
         """Mark that the final validation runs inside the context, and count its seconds."""
         self._set_state("validating")
@@ -170,21 +149,8 @@ class Heartbeat(Hook):
 
     def on_training_begin(self, training: Training) -> None:
         """Start to report progress."""
-        self._training, self._before = training, training.seconds_of_epoch
+        self._training, self._waited_before = training, training.seconds_of_epoch[1]
         self._set_state("training")
-
-    def on_batch_begin(self, training: Training, batch: Mapping[str, Any]) -> None:
-        """Begin to count a step that is not replayed yet, as it will be."""
-        del batch
-        recorded = training.step.recorded
-        is_recording = recorded is not None and not recorded.is_replaying and recorded.refused is None
-        self._batch_begun = time.perf_counter() if is_recording else 0.0
-
-    def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
-        """Count it."""
-        del training, fields
-        if self._batch_begun:
-            self._seconds_recording += time.perf_counter() - self._batch_begun
 
     def on_validation_begin(self, training: Training) -> None:
         """Mark the start of a validation."""
@@ -192,29 +158,26 @@ class Heartbeat(Hook):
         self._set_state("validating")
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Add the epoch's time by span."""
+        """Divide the epoch's time."""
         del training
-        self._count_epoch(record.seconds, record.seconds_waited)
-        self._before = (0.0, 0.0)
-        with self._lock:
-            self._spans["validation"] += record.seconds_validating
+        self._take_from_training(record.seconds_waited, record.seconds_validating)
+        self._waited_before = 0.0
         if self._state != "training":  # else the thread writes it: a file takes the place of another in milliseconds
             self._set_state("training")
 
     def on_training_end(self, training: Training) -> None:
-        """Add the time of an unfinished epoch."""
-        self._count_epoch(*training.seconds_of_epoch)
-        self._before = training.seconds_of_epoch
+        """Divide the time of an unfinished epoch."""
+        self._take_from_training(training.seconds_of_epoch[1], 0.0)
+        self._waited_before = training.seconds_of_epoch[1]
 
-    def _count_epoch(self, seconds: float, waited: float) -> None:
-        """Add this process's time of an epoch."""
-        seconds, waited = seconds - self._before[0], waited - self._before[1]
+    def _take_from_training(self, waited: float, validating: float) -> None:
+        """Count seconds of an epoch's waiting and validation by themselves: until then they are the training's."""
+        waited -= self._waited_before
+        self._turn()
         with self._lock:
-            self._spans["training"] += seconds - waited - self._seconds_recording
+            self._spans["training"] -= waited + validating
             self._spans["waiting for data"] += waited
-            if self._seconds_recording:
-                self._spans["recording"] += self._seconds_recording
-        self._seconds_recording = 0.0
+            self._spans["validation"] += validating
 
     def _set_state(self, state: run_files.State, message: str = "") -> None:
         self._state, self._message = state, message

@@ -64,9 +64,6 @@ class Logger:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """After each epoch, its numbers by tag; ``step`` is the epoch, counted from 1."""
 
-    def batch(self, losses: Mapping[str, float], step: int) -> None:
-        """Every half minute, the newest losses by name; ``step`` is the batch, counted over all epochs from 1."""
-
     def images(self, pictures: Mapping[str, Tensor], step: int) -> None:
         """Before the first batch and after each validation, pictures by tag: ``(3, height, width)``, uint8."""
 
@@ -160,8 +157,6 @@ class TensorBoard(Logger):
         self._settings: dict[str, Any] = {}
         self._epoch = 0
         self._events: _EventFile | None = None
-        self._batches: _EventFile | None = None
-        """In a folder of its own, since it counts batches: going on, a file drops what is past its own first step."""
 
     def __str__(self) -> str:
         return f"TensorBoard ({self._place})"
@@ -171,7 +166,6 @@ class TensorBoard(Logger):
         # Found anew for every training: a logger that hears of a second one leaves the first one's curves alone.
         self._place = run.require_folder("tensorboard") / "tensorboard" if self.folder is None else self.folder
         self._settings, self._epoch = flatten(run.config), run.epoch
-        self._batches = None
         self._events = _EventFile(self._place, purge_step=run.epoch + 1 if run.epoch else 0)
         if self._settings:  # at once: a training that is killed has settings too
             self._write(hparams(self._settings, dict.fromkeys((FINAL, *SHOWN), 0.0))[:2], 0)
@@ -180,13 +174,6 @@ class TensorBoard(Logger):
         """Write the epoch's numbers."""
         self._epoch = step
         self._write([scalar(tag, value) for tag, value in values.items()], step)
-
-    def batch(self, losses: Mapping[str, float], step: int) -> None:
-        """Write the newest losses."""
-        assert self._place is not None, "begin was not called"
-        if self._batches is None:
-            self._batches = _EventFile(self._place / "batches", purge_step=step)
-        self._batches.write([scalar(f"batch/{name}", value) for name, value in losses.items()], step)
 
     def images(self, pictures: Mapping[str, Tensor], step: int) -> None:
         """Write pictures."""
@@ -197,14 +184,12 @@ class TensorBoard(Logger):
         self._write([make_text(name, text)], 0)
 
     def end(self, scores: Mapping[str, float]) -> None:
-        """Write the final scores beside the settings, and close the event files."""
+        """Write the final scores beside the settings, and close the event file."""
         if self._events is not None and self._events.is_open:
             ended = [hparams(self._settings, {})[2]] if self._settings else []
             self._write([*(scalar(tag, value) for tag, value in scores.items()), *ended], self._epoch)
-        for file in (self._events, self._batches):
-            if file is not None:
-                file.close()
-        self._events = self._batches = None
+            self._events.close()
+        self._events = None
 
     def _write(self, summaries: Sequence[Any], step: int) -> None:
         assert self._events is not None, "begin was not called"

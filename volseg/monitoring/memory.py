@@ -1,7 +1,7 @@
 """Measure peaks of GPU memory in the first steps of a training, and compare them with a plan's estimate.
 
-Reading torch's counters does not wait for a GPU. They are read after the second optimizer step, when the optimizer's
-state and averages exist, and again after a step has been recorded, since its memory stays allocated.
+Reading torch's counters does not wait for a GPU. They are read after a step has been recorded, since its memory stays
+allocated.
 """
 
 import json
@@ -20,11 +20,8 @@ from volseg.workflow.training import Training
 
 logger = logging.getLogger(__name__)
 
-FIRST = 2
-"""Optimizer steps before the first reading."""
-
-RECORDED = 8
-"""Optimizer steps before the second reading: the fourth step is recorded, with some strategies a later one."""
+STEPS = 8
+"""Optimizer steps before the reading: the fourth step is recorded, with some strategies a later one."""
 
 GIB = 2**30
 
@@ -41,19 +38,6 @@ class DeviceMemory:
     process: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryReading:
-    """Peaks of all devices of all processes after some steps."""
-
-    steps: int
-    devices: tuple[DeviceMemory, ...]
-
-    @property
-    def fullest(self) -> DeviceMemory:
-        """The device with the most reserved memory."""
-        return max(self.devices, key=lambda device: device.reserved)
-
-
 class FirstSteps(Hook):
     """Read the memory of the first steps, and report its difference from an estimate.
 
@@ -66,7 +50,7 @@ class FirstSteps(Hook):
     beside : int
         Bytes per device that hold cases, which the estimate does not include.
     write : callable
-        Called with the result as plain values after each reading.
+        Called with the result as plain values after the reading.
     first_epoch : int
         First epoch of the estimated steps; earlier epochs may have smaller patches.
     """
@@ -83,12 +67,14 @@ class FirstSteps(Hook):
         self._meter, self.estimate, self._beside, self._write = meter, estimate, beside, write
         self._full_from = first_epoch
         self._batches = self._first_epoch = 0
-        self.readings: list[MemoryReading] = []
+        self.steps = 0
+        """Optimizer steps before the reading; 0 until then."""
+        self.devices: list[DeviceMemory] = []
 
     def on_training_begin(self, training: Training) -> None:
         """Count steps and peaks from the start of this process."""
         self._batches, self._first_epoch = 0, max(training.epoch, self._full_from)
-        self.readings = []
+        self.steps, self.devices = 0, []
         self._meter.begin()
 
     def on_epoch_begin(self, training: Training) -> None:
@@ -97,59 +83,42 @@ class FirstSteps(Hook):
             self._meter.begin()
 
     def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
-        """Read the peaks after `FIRST` and `RECORDED` steps, or a shorter epoch, in all processes at the same steps."""
+        """Read the peaks after `STEPS` steps, or a shorter epoch, in all processes at the same step."""
         del fields
-        if training.epoch < self._first_epoch:
+        if self.steps or training.epoch != self._first_epoch:
             return
         self._batches += 1
         steps, rest = divmod(self._batches, training.accumulate)
-        # A validation takes memory too, so the last reading is before the first validation.
-        is_last = steps < RECORDED and training.position == training.num_batches
-        if rest or not (steps in (FIRST, RECORDED) or is_last) or training.epoch != self._first_epoch:
+        # A validation takes memory too, so the reading is before the first validation.
+        if rest or (steps < STEPS and training.position < training.num_batches):
             return
-        devices = tuple(gather_memory(self._meter))
-        if not devices:
-            return
-        self.readings.append(MemoryReading(steps=steps, devices=devices))
-        if training.is_main_process and self._write is not None:
-            self._write(self.as_json())
-        if training.is_main_process and (steps >= RECORDED or is_last):
+        self.steps, self.devices = steps, gather_memory(self._meter)
+        if self.devices and training.is_main_process:
+            if self._write is not None:
+                self._write(self.as_json())
             logger.info("%s", self.describe())
 
-    def scalars(self) -> dict[str, float]:
-        """Return values for TensorBoard: GiB of the fullest device and of the estimate, and the error in percent."""
-        if not self.readings:
-            return {}
-        fullest = self.readings[-1].fullest
-        shown = {
-            "memory/measured_used_gib": fullest.used / GIB,
-            "memory/measured_reserved_gib": fullest.reserved / GIB,
-            "memory/cases_gib": self._beside / GIB,
-        }
-        if self.estimate is not None:
-            shown["memory/forecast_used_gib"] = self.estimate.used / GIB
-            shown["memory/forecast_reserved_gib"] = self.estimate.reserved / GIB
-        if (error := self.compute_memory_error()) is not None:
-            shown["memory/forecast_error_percent"] = 100 * error
-        return shown
+    @property
+    def fullest(self) -> DeviceMemory:
+        """The device with the most reserved memory."""
+        return max(self.devices, key=lambda device: device.reserved)
 
     def compute_memory_error(self) -> float | None:
         """Return the estimate's error relative to the measured memory; None if either is missing."""
-        if self.estimate is None or not self.readings:
+        if self.estimate is None or not self.devices:
             return None
-        return self.estimate.reserved / max(self.readings[-1].fullest.reserved - self._beside, 1) - 1
+        return self.estimate.reserved / max(self.fullest.reserved - self._beside, 1) - 1
 
     def describe(self) -> str | None:
-        """Return measurement and estimate as a sentence; None before the first reading."""
-        if not self.readings:
+        """Return measurement and estimate as a sentence; None before the reading."""
+        if not self.devices:
             return None
-        reading = self.readings[-1]
-        fullest = reading.fullest
+        fullest = self.fullest
         cases = f", of it {self._beside / GIB:.2f} GiB cases" if self._beside else ""
         text = (
-            f"memory after {reading.steps} steps: {fullest.reserved / GIB:.2f} GiB reserved and "
+            f"memory after {self.steps} steps: {fullest.reserved / GIB:.2f} GiB reserved and "
             f"{fullest.used / GIB:.2f} GiB used of {fullest.device} of process {fullest.process}, the fullest of "
-            f"{len(reading.devices)}{cases}"
+            f"{len(self.devices)}{cases}"
         )
         if self.estimate is None:
             return text
@@ -159,9 +128,10 @@ class FirstSteps(Hook):
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return all readings and the estimate as plain values."""
+        """Return the reading and the estimate as plain values."""
+        reading = {"steps": self.steps, "devices": [asdict(device) for device in self.devices]}
         return {
-            "measured": [asdict(reading) for reading in self.readings],
+            "measured": [reading] if self.devices else [],
             "cases_bytes": self._beside,
             "forecast": None if self.estimate is None else asdict(self.estimate),
             "error": self.compute_memory_error(),

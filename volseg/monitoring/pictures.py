@@ -7,12 +7,12 @@ a pale outline, false structures a pale outline without a tint.
 
 import math
 from collections.abc import Sequence
-from functools import reduce
 
 import numpy as np
 import torch
 from nibabel.orientations import io_orientation
 from PIL import Image, ImageDraw, ImageFont
+from scipy.ndimage import maximum_filter, minimum_filter
 from torch import Tensor
 from torch.nn import functional
 
@@ -30,9 +30,6 @@ SIDES = (("A", "P"), ("R", "L"), ("R", "L"))
 TINT = 0.18
 PALE = 0.6
 """Share of white in the outline of a prediction."""
-
-DARK = 0.05
-"""Fraction of the intensity range; planes at the border that are darker, without labels, are cropped."""
 
 TEXT = (205, 205, 205)
 GAP = 6
@@ -116,11 +113,9 @@ def draw_slices(
     image, label = image.as_subclass(Tensor), label.as_subclass(Tensor)  # without the metadata of a MetaTensor
     prediction = None if prediction is None else prediction.as_subclass(Tensor)
     volume = image if image.ndim == 3 else image[channel]
-    grey = _scale_intensities(volume)
     shown = label if prediction is None or bool((label > 0).any()) else prediction
-    volumes = [each for each in (grey, label, prediction) if each is not None]
-    box = _find_content(volumes)
-    extents = [(part.stop - part.start) * side for part, side in zip(box, spacing, strict=True)]
+    volumes = [each for each in (_scale_intensities(volume), label, prediction) if each is not None]
+    extents = [size * side for size, side in zip(volume.shape, spacing, strict=True)]
     # At least ``min_side`` high, and a voxel at least one pixel, unless the picture exceeds `LONGEST`.
     long, high = 2 * extents[0] + extents[1], max(extents[1:])
     pixels = min(max(min_side / high, 1 / min(spacing)), LONGEST * min_side / max(long, high))
@@ -131,14 +126,14 @@ def draw_slices(
         index = _find_fullest(shown, axis)
         across, upward = (dim for dim in range(3) if dim != axis)
         size = (max(round(extents[upward] * pixels), 1), max(round(extents[across] * pixels), 1))
-        planes = (each.select(axis, index)[box[across], box[upward]] for each in volumes)
-        cut = [plane.mT.flip(-2, -1) for plane in planes]  # head up; the patient's right or front to the left
+        # Head up; the patient's right or front to the left.
+        cut = [each.select(axis, index).mT.flip(-2, -1) for each in volumes]
         panel = _paint(cut, size, line=max(round(width / 256), 1))
         title = f"{PLANES[axis]} {index + 1} / {volume.shape[axis]}"
         panels.append(_frame(panel, title, SIDES[axis], width // 4))
     row = _put_together(panels, -1)
-    height, width = (max(min_side, size) for size in row.shape[-2:])
-    return functional.pad(row, (*_centre(row.shape[-1], width), 0, height - row.shape[-2]))
+    height, width = row.shape[-2:]
+    return functional.pad(row, (0, max(min_side - width, 0), 0, max(min_side - height, 0)))
 
 
 def _find_axes(affine: Tensor) -> tuple[list[int], list[bool]]:
@@ -164,15 +159,6 @@ def _find_fullest(label: Tensor, axis: int) -> int:
     return int(held.argmax()) if bool(held.any()) else label.shape[axis] // 2
 
 
-def _find_content(volumes: Sequence[Tensor]) -> list[slice]:
-    """Return the box around bright voxels, label and prediction; the whole volume if the image is dark."""
-    grey, *labels = volumes
-    seen = grey > DARK
-    seen = reduce(torch.logical_or, labels, seen) if bool(seen.any()) else torch.ones_like(seen)
-    held = [seen.movedim(axis, 0).flatten(1).any(1).nonzero() for axis in range(3)]
-    return [slice(int(planes[0]), int(planes[-1]) + 1) for planes in held]
-
-
 def _paint(cut: Sequence[Tensor], size: tuple[int, int], line: int) -> Tensor:
     """Return a plane of the image with tints and outlines of its labels, ``(3, *size)`` in [0, 1]."""
     plane, *labels = cut
@@ -196,12 +182,10 @@ def _colour(labels: Tensor) -> Tensor:
 
 def _find_border(labels: Tensor, width: int) -> Tensor:
     """Return the pixels of structures within ``width`` of another value, or of the picture's edge."""
-    high = low = functional.pad(labels.int(), (width,) * 4)
-    for dim, size in enumerate(labels.shape):  # shifted copies, since max_pool2d takes longer on a CPU
-        high, low = (
-            reduce(extreme, (ringed.narrow(dim, begin, size) for begin in range(2 * width + 1)))
-            for extreme, ringed in ((torch.maximum, high), (torch.minimum, low))
-        )
+    low, high = (
+        torch.from_numpy(extreme(labels.numpy(), 2 * width + 1, mode="constant"))
+        for extreme in (minimum_filter, maximum_filter)
+    )
     return (labels > 0) & (high != low)
 
 
@@ -211,7 +195,7 @@ def _frame(panel: Tensor, title: str, sides: tuple[str, str], min_width: int) ->
     font = ImageFont.load_default(size)
     margin = round(1.6 * size)
     width = max(panel.shape[-1], min_width, math.ceil(font.getlength(title)) + 4)
-    panel = functional.pad(panel, (*_centre(panel.shape[-1], width), margin, 0))
+    panel = functional.pad(panel, (0, width - panel.shape[-1], margin, 0))
     drawn = Image.fromarray((panel * 255).round().to(torch.uint8).permute(1, 2, 0).numpy())
     pen = ImageDraw.Draw(drawn)
     pen.text((2, round(0.2 * size)), title, fill=TEXT, font=font)
@@ -222,16 +206,10 @@ def _frame(panel: Tensor, title: str, sides: tuple[str, str], min_width: int) ->
 
 
 def _put_together(panels: Sequence[Tensor], dim: int) -> Tensor:
-    """Return panels side by side (``dim`` -1) or stacked (-2), with gaps."""
+    """Return panels side by side (``dim`` -1) or stacked (-2), with gaps behind each."""
     height, width = (max(panel.shape[axis] for panel in panels) for axis in (-2, -1))
     padded = []
     for panel in panels:
-        gap = 0 if panel is panels[-1] else GAP
-        right, below = (gap, height - panel.shape[-2]) if dim == -1 else (width - panel.shape[-1], gap)
+        right, below = (GAP, height - panel.shape[-2]) if dim == -1 else (width - panel.shape[-1], GAP)
         padded.append(functional.pad(panel, (0, right, 0, below)))
     return torch.cat(padded, dim)
-
-
-def _centre(size: int, wanted: int) -> tuple[int, int]:
-    """Return the padding before and after that centres ``size`` in ``wanted``."""
-    return (wanted - size) // 2, wanted - size - (wanted - size) // 2

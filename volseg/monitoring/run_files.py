@@ -115,7 +115,7 @@ class RunPart:
     seconds: Seconds
     """From there to its last heartbeat."""
     spans: Mapping[str, Seconds] = field(default_factory=dict)
-    """Seconds by what was done: ``imports`` (of a command), ``reading``, ``recording``, ``training``,
+    """Seconds by what was done: ``imports`` (of a command), ``reading``, ``training``,
     ``waiting for data``, ``validation`` and so on; none of them lies within another one."""
 
 

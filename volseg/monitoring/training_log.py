@@ -1,8 +1,7 @@
 """Pass the numbers of a training to loggers: one function makes the numbers, the same for all loggers."""
 
 import logging
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -19,15 +18,12 @@ from volseg.workflow.training import Training
 
 logger = logging.getLogger(__name__)
 
-BATCH_SECONDS = 30.0
-"""Seconds between two logs of the newest losses."""
-
 
 class TrainingLog(Hook):
     """Log a training: numbers after each epoch, pictures after each validation, texts before the first epoch.
 
     Every process of a job has one, as the memory of all GPUs is shown; only the leader's loggers hear of it. Of batches
-    they hear the first one's patches, and the newest losses every half minute.
+    they hear the first one's patches.
 
     Parameters
     ----------
@@ -37,8 +33,6 @@ class TrainingLog(Hook):
         Description of the run, sent first. The training gives the first step.
     texts : mapping
         Markdown by name.
-    more : callable, optional
-        Returns further scalars by tag, after each epoch.
     meter : GpuMeter, optional
         Of this process's GPUs.
     channel : int
@@ -54,7 +48,6 @@ class TrainingLog(Hook):
         run: LoggedRun | None = None,
         *,
         texts: Mapping[str, str] | None = None,
-        more: Callable[[], Mapping[str, float]] = dict,
         meter: GpuMeter | None = None,
         channel: int = 0,
         ends: bool = True,
@@ -65,12 +58,11 @@ class TrainingLog(Hook):
                 raise ConfigError(f"TrainingLog takes volseg.monitoring.loggers.Logger, got {one!r}; derive its class")
         self._run = run or LoggedRun(name="training")
         self._texts = dict(texts or {})
-        self._sources = [more]
         self._meter = meter or GpuMeter()
         self._channel = channel
         self._ends = ends
         self._heard: list[Logger] = []
-        self._shows_patches, self._next = False, 0.0
+        self._shows_patches = False
 
     def on_training_begin(self, training: Training) -> None:
         """Begin every logger; events past the epoch from which a training is resumed are theirs to drop."""
@@ -105,26 +97,12 @@ class TrainingLog(Hook):
             else:
                 self._tell_all("images", {"train/patches": picture}, training.epoch)
 
-    def on_batch_end(self, training: Training, fields: Mapping[str, Any]) -> None:
-        """Log the newest losses that are available without waiting for a device."""
-        del fields
-        if self._heard and training.latest_losses and time.monotonic() >= self._next:
-            self._next = time.monotonic() + BATCH_SECONDS
-            self._tell_all("batch", training.latest_losses, training.epoch * training.num_batches + training.position)
-
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
         """Log the epoch's numbers, and pictures if it was validated."""
         memory = gather_memory(self._meter)
         if not self._heard:
             return
         values = {**list_scalars(record), **_list_memory(memory)}
-        for source in list(self._sources):
-            try:
-                values |= {tag: float(value) for tag, value in source().items()}
-            except Exception as fault:  # whatever it is, a curve is no reason to end a training
-                self._sources.remove(source)
-                name = getattr(source, "__qualname__", type(source).__name__)
-                logger.warning("no more scalars of %s (%s: %s)", name, type(fault).__name__, fault)
         self._tell_all("scalars", values, record.epoch + 1)
         if record.score is not None and (pictures := self._draw(training)):
             self._tell_all("images", pictures, record.epoch + 1)
@@ -133,18 +111,6 @@ class TrainingLog(Hook):
         """End the loggers, unless `end` is called later."""
         if self._ends:
             self.end(list_final(training.history[-1]) if training.finished and training.history else None)
-
-    def ask(self, source: Callable[[], Mapping[str, float]]) -> None:
-        """Ask for further scalars by tag, after each epoch."""
-        self._sources.append(source)
-
-    def add_text(self, name: str, text: str) -> None:
-        """Log a further text."""
-        self._tell_all("text", name, text)
-
-    def add_images(self, pictures: Mapping[str, Tensor], step: int) -> None:
-        """Show pictures of one's own; ``step`` is the epoch, counted from 1."""
-        self._tell_all("images", pictures, step)
 
     def end(self, scores: Mapping[str, float] | None = None) -> None:
         """End the loggers, with the final scores if there are any; a second call does nothing."""

@@ -54,14 +54,10 @@ class PlacedWork:
     """Floating-point operations of matrix units, two per multiply-add; 0 for passes over memory."""
     bytes_moved: int
     """Bytes read and written, each tensor once."""
-    byte_bound: float | None = None
-    """Seconds that the memory needs; None for a device of unknown speed."""
-    flop_bound: float | None = None
-    """Seconds that the matrix units need."""
-    bound: float | None = None
-    """The longer of the two bounds, kernel by kernel."""
-    forecast: float | None = None
+    forecast: float
     """Seconds, estimated from the table of measured kernels."""
+    bound: float | None = None
+    """Seconds that the memory or the matrix units need, whichever is longer, kernel by kernel; None for messages."""
     device: int = 0
 
 
@@ -141,9 +137,11 @@ def as_kernels(work: Iterable[PlacedWork]) -> list[TimedKernel]:
     """Return estimated work as consecutive kernels with their forecast durations."""
     found, ends = [], defaultdict[int, float](float)
     for each in work:
-        begin, seconds = ends[each.device], each.forecast or 0.0
-        ends[each.device] = begin + seconds
-        found.append(TimedKernel(name=each.name, place=each.place, start=begin, seconds=seconds, device=each.device))
+        begin = ends[each.device]
+        ends[each.device] += each.forecast
+        found.append(
+            TimedKernel(name=each.name, place=each.place, start=begin, seconds=each.forecast, device=each.device)
+        )
     return found
 
 
@@ -223,9 +221,6 @@ def sum_layers(
             direction=place.direction,  # type: ignore[arg-type]
             device=device,
             **_describe(values, step, peaks),
-            byte_bound=values["byte_bound"] if peaks else None,
-            flop_bound=values["flop_bound"] if peaks else None,
-            forecast=values["forecast"],
         )
         for (place, device), values in summed.items()
     ]
@@ -279,7 +274,7 @@ def _sum(
     return found
 
 
-SUMMED = ("flops", "bytes_moved", "byte_bound", "flop_bound", "bound", "forecast")
+SUMMED = ("flops", "bytes_moved", "bound")
 
 
 def _describe(values: Mapping[str, Any], step: float, peaks: DevicePeaks | None) -> dict[str, Any]:

@@ -77,12 +77,6 @@ class LayerRow(_Sums):
     """Direction of the layer's computation, or another kind of work for it."""
     device: int = 0
     """Number of the device."""
-    byte_bound: Seconds | None
-    """Least time that the memory needs; null for a device of unknown speed."""
-    flop_bound: Seconds | None
-    """Least time that the matrix units need; null for a device of unknown speed."""
-    forecast: Seconds | None
-    """Time estimated from the table of measured kernels; null if the work is unknown."""
 
 
 class KindRow(_Sums):

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from volseg.profiling.report import DevicePeaks, DeviceTimes, KindRow, LayerRow, ProfileReport
+from volseg.profiling.report import DeviceTimes, KindRow, LayerRow, ProfileReport
 
 KIND_HEADER = ("kernels", "calls", "time", "share", "memory", "tensor", "bound", "x bound")
-"""``memory`` and ``tensor``: the achieved share of the memory's bandwidth, and of the tensor cores; for a device of
-unknown speed, bytes and floating-point operations per second."""
+"""``memory`` and ``tensor``: the achieved share of the memory's bandwidth, and of the tensor cores."""
 
 LAYER_HEADER = ("layer", "module", "direction", *KIND_HEADER[1:])
 
@@ -27,26 +26,13 @@ def format_seconds(seconds: float | None) -> str:
     return f"{seconds / 1e-6:.2g} us"
 
 
-def _tell_share(share: float | None) -> str:
-    return "" if share is None else f"{share:.2f}"
-
-
-def _tell_rate(amount: float | None, seconds: float, unit: str) -> str:
-    """Return a rate per second, for a device of unknown speed."""
-    return f"{amount / seconds / 1e9:.3g} G{unit}/s" if amount and seconds else ""
-
-
 def list_kind_cells(row: KindRow | LayerRow) -> list[str]:
     """Return the cells of a row after its name."""
-    return [
-        f"{row.calls:.0f}",
-        format_seconds(row.seconds),
-        f"{row.share:.1%}",
-        _tell_share(row.bandwidth_share) or _tell_rate(row.bytes_moved, row.seconds, "B"),
-        _tell_share(row.flop_share) or _tell_rate(row.flops, row.seconds, "FLOP"),
-        format_seconds(row.bound),
-        _tell_share(row.times_bound),
-    ]
+    memory, tensor, multiple = (
+        "" if share is None else f"{share:.2f}" for share in (row.bandwidth_share, row.flop_share, row.times_bound)
+    )
+    seconds, bound = format_seconds(row.seconds), format_seconds(row.bound)
+    return [f"{row.calls:.0f}", seconds, f"{row.share:.1%}", memory, tensor, bound, multiple]
 
 
 def list_layer_cells(row: LayerRow) -> list[str]:
@@ -63,52 +49,31 @@ def list_device_cells(device: DeviceTimes) -> dict[str, str]:
     return {name: f"{format_seconds(seconds)} ({seconds / device.step:.0%})" for name, seconds in cells.items()}
 
 
-FAR = 1.5
-"""Multiple of its bound above which a layer is listed."""
-
 MOSTLY = 0.5
-"""Share of the step from which a cause counts as its limit."""
+"""Share of the step above which many small kernels, or passes over memory, limit it."""
 
 MUCH = 0.15
-"""Share of the step below which a change is not worthwhile."""
+"""Share of the step below which a cause is not named."""
 
 SMALL = 1e-6
 """Bound in seconds below which a kernel's time is only the GPU's overhead for starting and ending it."""
 
-PLURALS = {
-    "convolution": "convolutions",
-    "product": "matrix products",
-    "norm": "norms",
-    "pointwise": "pointwise passes",
-    "copy": "copies",
-    "reduction": "reductions",
-    "resampling": "resampling and pooling",
-    "loss": "the loss",
-    "optimizer": "the optimizer",
-    "augmentation": "the augmentation",
-    "communication": "communication",
-}
-
 
 def describe_limit(report: ProfileReport) -> str:
-    """Return the limit of a step as a sentence, about the busiest device."""
+    """Return the limits of a step in words, about the busiest device."""
     device = get_busiest_device(report.devices)
     is_gpu = report.device != "cpu"
-    name = "the GPU" if is_gpu else "the CPU"
-    waits, exposed, computes = (seconds / device.step for seconds in (device.waiting, device.exposed, device.computing))
-    longest = _describe_kinds(report.kinds, report.peaks)
-    if (share := _find_batch_share(report)) >= MOSTLY:
-        return f"the training waits {share:.0%} of the step for its batch; {longest}"
-    if waits >= MOSTLY:
-        what = "for Python, which starts its kernels one by one" if is_gpu else "for Python between its operators"
-        return f"{name} waits {waits:.0%} of the step {what}; {longest}"
-    if exposed >= MUCH:
-        return (
-            f"{exposed:.0%} of the step are communication that no computing hides, and {name} computes {computes:.0%} "
-            f"of it; {longest}"
-        )
-    also = f", and waits {waits:.0%} of it for Python" if waits >= MUCH else ""
-    return f"{name} computes {computes:.0%} of the step{also}; {longest}"
+    name, batch = "the GPU" if is_gpu else "the CPU", _find_batch_share(report)
+    limits = {
+        "the training waits {} of the step for its batch": batch,
+        name + " waits {} of the step for Python": device.waiting / device.step - (batch if is_gpu else 0.0),
+        "{} of the step are communication that no computing hides": device.exposed / device.step,
+    }
+    told = [words.format(f"{share:.0%}") for words, share in limits.items() if share >= MUCH]
+    told.append(f"{name} computes {device.computing / device.step:.0%} of the step")
+    computing = [kind for kind in report.kinds if kind.kind != "communication"]
+    told.append(f"its longest kernels: {', '.join(map(_describe_kind, computing[:2])) or 'none'}")
+    return "; ".join(told)
 
 
 def get_busiest_device(devices: Sequence[DeviceTimes]) -> DeviceTimes:
@@ -126,83 +91,58 @@ def _find_batch_share(report: ProfileReport) -> float:
     return share if report.device == "cpu" else min(share, device.waiting / device.step)
 
 
-def _describe_kinds(kinds: Sequence[KindRow], peaks: DevicePeaks | None) -> str:
-    """Return a description of the two slowest kinds, with their share of the device's peak rates."""
-    computing = [kind for kind in kinds if kind.kind != "communication"]
-    if not computing:
-        return "nothing was computed"
-    first, *others = computing
-    told = f"{first.share:.0%} of it are {PLURALS.get(first.kind, first.kind)}{_tell_nearness(first, peaks)}"
-    if others:
-        second = others[0]
-        name = PLURALS.get(second.kind, second.kind)
-        told += f", the next are {name} ({second.share:.0%}){_tell_nearness(second, peaks)}"
-    return told
-
-
-def _is_small(row: KindRow) -> bool:
-    return row.bound is not None and row.bound < SMALL * row.calls
-
-
-def name_bound(row: KindRow | LayerRow) -> str:
-    """Return the name of the larger share of a row: tensor cores or bandwidth."""
-    return "tensor cores" if (row.flop_share or 0.0) >= (row.bandwidth_share or 0.0) else "bandwidth"
-
-
-def _tell_nearness(row: KindRow, peaks: DevicePeaks | None) -> str:
-    if _is_small(row):
-        return f" of {row.calls:.0f} kernels with too little work for any rate"
-    if peaks is None or row.flop_share is None or row.bandwidth_share is None:
-        return ""
-    share = max(row.flop_share, row.bandwidth_share)
-    where = "the tensor cores" if name_bound(row) == "tensor cores" else "the memory's bandwidth"
-    return f" at {share:.2f} of {where}"
-
-
-def list_far_from_bound(layers: Sequence[LayerRow]) -> list[LayerRow]:
-    """Return the layers that take more than `FAR` times their bound, sorted by the possible gain."""
-    far = [row for row in layers if row.times_bound is not None and row.times_bound > FAR]
-    return sorted(far, key=lambda row: -(row.seconds - (row.bound or 0.0)))
+def _describe_kind(row: KindRow) -> str:
+    """Return the name of a kind with its share of the step, and of the device's nearer peak rate."""
+    told = f"{row.kind} ({row.share:.0%})"
+    if row.flop_share is None or row.bandwidth_share is None:
+        return told
+    if row.flop_share >= row.bandwidth_share:
+        return f"{told} at {row.flop_share:.2f} of the tensor cores"
+    return f"{told} at {row.bandwidth_share:.2f} of the memory's bandwidth"
 
 
 def advise(report: ProfileReport) -> list[str]:
     """Return advice for a faster step from its profile."""
-    found: list[str] = []
-    busiest, is_gpu = get_busiest_device(report.devices), report.device != "cpu"
-    batches = _find_batch_share(report)
-    if batches >= MUCH:
-        found.append(
-            f"{batches:.0%} of the step wait for the batch: leave out what augmentation takes longest "
-            "(augmentation.elastic, blur, low_resolution), or keep cases on the GPU (data.keep: device)"
-        )
-    if is_gpu and not report.recorded and busiest.waiting >= MUCH * busiest.step:
-        found.append(
-            f"Python starts {report.kernels_per_step:.0f} kernels one by one, and those of a recorded step all at "
-            f"once: it is not recorded ({report.not_recorded or 'nobody knows why'}); a larger patch or batch gives "
-            "each kernel more"
-        )
-    device = max(report.devices, key=lambda each: each.exposed)
-    if device.exposed >= MUCH * device.step:
-        found.append(
-            f"{device.exposed / device.step:.0%} of the step are communication that nothing hides: larger pieces for "
-            "each GPU hide more of it; volseg plan compares data, spatial and pipeline"
-        )
-    small = sum(kind.share for kind in report.kinds if _is_small(kind))
-    if small >= MOSTLY:
-        found.append(
-            f"{small:.0%} of the step are kernels that are too small for this GPU: a larger patch.size or patch.batch "
-            "costs them next to nothing"
-        )
-    multiplies = sum(kind.share for kind in report.kinds if kind.kind in ("convolution", "product"))
-    if is_gpu and report.precision == "float32" and multiplies >= MUCH:
-        found.append(
-            f"{multiplies:.0%} of the step multiply in float32: training.precision: bf16 lets the tensor cores "
-            "multiply twice as much or more, and moves half the bytes"
-        )
-    passes = sum(kind.share for kind in report.kinds if kind.kind in ("norm", "pointwise", "copy", "reduction"))
-    if is_gpu and report.precision == "bfloat16" and passes >= MOSTLY:
-        found.append(
-            f"{passes:.0%} of the step are passes over memory (norms, activations, sums, copies): training.kernels: "
-            "fast writes a norm and its activation in one pass, where the network is on one GPU"
-        )
-    return found
+    is_gpu, busiest = report.device != "cpu", get_busiest_device(report.devices)
+
+    def sum_kinds(*names: str) -> float:
+        return sum(kind.share for kind in report.kinds if kind.kind in names)
+
+    causes = [
+        (
+            _find_batch_share(report),
+            MUCH,
+            "wait for the batch: leave out what augmentation takes longest (augmentation.elastic, blur, "
+            "low_resolution), or keep cases on the GPU (data.keep: device)",
+        ),
+        (
+            busiest.waiting / busiest.step if is_gpu and not report.recorded else 0.0,
+            MUCH,
+            f"wait for Python, which starts {report.kernels_per_step:.0f} kernels one by one, since the step is not "
+            f"recorded ({report.not_recorded}); a larger patch or batch gives each kernel more",
+        ),
+        (
+            max(each.exposed / each.step for each in report.devices),
+            MUCH,
+            "are communication that nothing hides: larger pieces for each GPU hide more of it; volseg plan compares "
+            "data, spatial and pipeline",
+        ),
+        (
+            sum(kind.share for kind in report.kinds if kind.bound is not None and kind.bound < SMALL * kind.calls),
+            MOSTLY,
+            "are kernels too small for this GPU: a larger patch.size or patch.batch costs them next to nothing",
+        ),
+        (
+            sum_kinds("convolution", "product") if is_gpu and report.precision == "float32" else 0.0,
+            MUCH,
+            "multiply in float32: training.precision: bf16 lets the tensor cores multiply twice as much or more, and "
+            "moves half the bytes",
+        ),
+        (
+            sum_kinds("norm", "pointwise", "copy", "reduction") if is_gpu and report.precision == "bfloat16" else 0.0,
+            MOSTLY,
+            "are passes over memory (norms, activations, sums, copies): training.kernels: fast writes a norm and its "
+            "activation in one pass, where the network is on one GPU",
+        ),
+    ]
+    return [f"{share:.0%} of the step {words}" for share, least, words in causes if share >= least]

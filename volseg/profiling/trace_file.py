@@ -12,11 +12,10 @@ of a module in forward, of an autograd node in backward, of the step. The innerm
 On a CPU, torch's outermost operators take the place of kernels.
 """
 
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import fsum
+from math import fsum, inf
 from operator import attrgetter
 from typing import Any
 
@@ -26,11 +25,18 @@ from volseg.profiling.kernels import AUGMENTATION, LOSS, MARK, OPTIMIZER, OUTSID
 MICROSECOND = 1e-6
 OF_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
+RANGES = ("user_annotation", "cpu_op")
+STEP = f"{MARK}{OUTSIDE} "
 BACKWARD = "autograd::engine::evaluate_function"
 OPTIMIZING = "Optimizer."
 NUMBER = "Sequence number"
 
 Event = Mapping[str, Any]
+
+At = tuple[StepPlace, int | None]
+"""Place and number of the step; None between steps."""
+
+NOWHERE: At = StepPlace(OUTSIDE, "other"), None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +47,6 @@ class ReadKernel:
     grid: tuple[int, ...] = ()
     step: int | None = None
     """Number of the step that started the kernel; None between steps."""
-    is_replayed: bool = False
-    """Whether a graph replay started the kernel; its place is then that of the whole replay."""
 
 
 # Which kernel of a replayed step is which of the same step run eagerly.
@@ -113,19 +117,26 @@ def read_trace(events: Iterable[Event], name_layer: Callable[[int], str]) -> lis
     # Times since the machine's start are large: differences of such numbers lose precision.
     origin = min((event["ts"] for event in whole), default=0.0)
     whole = [{**event, "ts": event["ts"] - origin} for event in whole]
-    begin = f"{MARK}{OUTSIDE} "
-    steps = sorted(
-        (event["ts"], event["ts"] + event["dur"], int(event["name"].removeprefix(begin)))
-        for event in whole
-        if event.get("cat") == "user_annotation" and event["name"].startswith(begin)
-    )
+    steps = _list_steps(whole)
     if not steps:
-        raise VolsegError(f"the trace holds no range named {MARK}{OUTSIDE} N, so no step is known in it")
+        raise VolsegError(f"the trace holds no range named {STEP}N, so no step is known in it")
+    threads: dict[Any, list[Event]] = defaultdict(list)
+    for event in whole:
+        if event.get("cat") in (*RANGES, *LAUNCHES):
+            threads[event["tid"]].append(event)
+    nested = [each for own in threads.values() for each in _place_events(own, steps, name_layer)]
     kernels = [event for event in whole if event.get("cat") in OF_GPU]
-    threads = _Threads(whole, steps, name_layer)
-    found = _read_gpu(kernels, whole, threads) if kernels else threads.list_operators()
-    if not found:
+    if kernels:
+        launches = {event.get("args", {}).get("correlation"): at for event, _, at in nested if _is_launch(event)}
+        placed = [(event, launches.get(event.get("args", {}).get("correlation"), NOWHERE)) for event in kernels]
+    else:
+        placed = [
+            (event, at) for event, around, at in nested if _is_operator(event) and not any(map(_is_operator, around))
+        ]
+    if not placed:
         raise VolsegError(f"the trace holds {len(whole)} ranges, and neither a kernel nor an operator among them")
+    alone = not any(travels(event["name"]) for event, _ in placed)
+    found = [_read_kernel(event, *at, alone=alone) for event, at in placed]
     return sorted(found, key=lambda kernel: kernel.timed.start)
 
 
@@ -168,136 +179,106 @@ def _travelling(name: str, place: StepPlace, *, alone: bool) -> StepPlace:
     return StepPlace(place.layer, "communication") if travels(name, alone=alone) else place
 
 
-def _time(event: Event, place: StepPlace, *, alone: bool, **where: int) -> TimedKernel:
-    """Return the kernel of an event that ran for a place."""
-    return TimedKernel(
+def _read_kernel(event: Event, place: StepPlace, step: int | None, *, alone: bool) -> ReadKernel:
+    args = event.get("args", {})
+    timed = TimedKernel(
         name=event["name"],
         place=_travelling(event["name"], place, alone=alone),
         start=event["ts"] * MICROSECOND,
         seconds=event["dur"] * MICROSECOND,
-        **where,
+        device=int(args.get("device", 0)),
+        stream=int(args.get("stream", 0)),
     )
+    return ReadKernel(timed=timed, grid=tuple(args.get("grid", ())), step=step)
 
 
-def _read_gpu(kernels: Sequence[Event], events: Iterable[Event], threads: "_Threads") -> list[ReadKernel]:
-    launches = {
-        event["args"]["correlation"]: event
-        for event in events
-        if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
-    }
-    found, alone = [], not any(travels(event["name"]) for event in kernels)
-    for event in kernels:
-        args = event.get("args", {})
-        launch = launches.get(args.get("correlation"))
-        place, step = StepPlace(OUTSIDE, "other"), None
-        if launch is not None:
-            place, step = threads.find_place(launch["tid"], launch["ts"])
-        timed = _time(event, place, alone=alone, **{key: int(args.get(key, 0)) for key in ("device", "stream")})
-        is_replayed = launch is not None and "GraphLaunch" in launch["name"]
-        found.append(ReadKernel(timed=timed, grid=tuple(args.get("grid", ())), step=step, is_replayed=is_replayed))
-    return found
+@dataclass(frozen=True)
+class _TracedStep:
+    """Moments of a step in a trace; infinite if they do not occur."""
 
+    number: int
+    begin: float
+    end: float
+    forward: float
+    backward: float
+    backward_end: float
 
-class _Threads:
-    """Find the ranges around a moment of a thread."""
-
-    def __init__(
-        self, events: Iterable[Event], steps: Sequence[tuple[float, float, int]], name_layer: Callable[[int], str]
-    ) -> None:
-        self._steps = steps
-        self._name_layer = name_layer
-        self._by_thread: dict[Any, list[Event]] = defaultdict(list)
-        self._begins_forward, self._begins_backward, self._ends_backward = [], [], []
-        for event in events:
-            if event.get("cat") not in ("user_annotation", "cpu_op"):
-                continue
-            self._by_thread[event["tid"]].append(event)
-            if event["name"].startswith(BACKWARD):
-                self._begins_backward.append(event["ts"])
-                self._ends_backward.append(event["ts"] + event["dur"])
-            elif event["name"].startswith(MARK) and not event["name"].startswith(f"{MARK}("):
-                self._begins_forward.append(event["ts"])
-        for own in self._by_thread.values():
-            own.sort(key=lambda event: (event["ts"], -event["dur"]))
-        self._begins = {thread: [event["ts"] for event in own] for thread, own in self._by_thread.items()}
-        self._around = {thread: _find_around(own) for thread, own in self._by_thread.items()}
-
-    def find_place(self, thread: Any, moment: float) -> tuple[StepPlace, int | None]:
-        """Return the place of a kernel that starts at a moment, and the step."""
-        number = bisect_right(self._begins.get(thread, []), moment) - 1
-        return self._judge(thread, self._list_ranges(thread, number, moment), moment)
-
-    def list_operators(self) -> list[ReadKernel]:
-        """Return torch's outermost operators as kernels of the CPU."""
-        found = []
-        for thread, own in self._by_thread.items():
-            for number, event in enumerate(own):
-                ranges = self._list_ranges(thread, number, event["ts"])
-                if not _is_operator(event) or any(_is_operator(other) for other in ranges if other is not event):
-                    continue
-                place, step = self._judge(thread, ranges, event["ts"])
-                found.append(ReadKernel(timed=_time(event, place, alone=True), step=step))
-        return found
-
-    def _list_ranges(self, thread: Any, number: int, moment: float) -> list[Event]:
-        """Return the ranges around a moment, the innermost first; ``number`` is the last to begin before it."""
-        found, own, around = [], self._by_thread[thread], self._around.get(thread, [])
-        while number >= 0:
-            event = own[number]
-            if event["ts"] + event["dur"] >= moment:
-                found.append(event)
-            number = around[number]
-        return found
-
-    def _judge(self, thread: Any, ranges: Sequence[Event], moment: float) -> tuple[StepPlace, int | None]:
-        step = next((number for begin, end, number in self._steps if begin <= moment <= end), None)
-        backward = next((event for event in ranges if event["name"].startswith(BACKWARD)), None)
-        mark = next((event for event in ranges if event["name"].startswith(MARK)), None)
-        layer = "" if mark is None else mark["name"].removeprefix(MARK)
-        if mark is not None and not layer.startswith(f"{OUTSIDE} "):  # the step itself
-            if layer == AUGMENTATION:
-                return StepPlace(AUGMENTATION, "augmentation"), step
-            within = backward is not None and ranges.index(mark) < ranges.index(backward)
-            return StepPlace(layer, "recompute" if within else "forward"), step
-        if backward is not None:
-            return StepPlace(self._name_node(thread, backward), "backward"), step
-        if any(event["name"].startswith(OPTIMIZING) for event in ranges):
-            return StepPlace(OPTIMIZER, "optimizer"), step
-        return self._judge_by_time(moment, step), step
-
-    def _name_node(self, thread: Any, event: Event) -> str:
-        """Return the layer of a node; without a number (gradient accumulation), that of the previous node."""
-        own = self._by_thread[thread]
-        number = bisect_right(self._begins[thread], event["ts"]) - 1
-        while number >= 0:
-            sequence = own[number].get("args", {}).get(NUMBER)
-            if own[number]["name"].startswith(BACKWARD) and isinstance(sequence, int) and 0 <= sequence < 2**62:
-                return self._name_layer(sequence)
-            number -= 1
-        return OUTSIDE
-
-    def _judge_by_time(self, moment: float, step: int | None) -> StepPlace:
+    def find_place(self, moment: float) -> StepPlace:
         """Return the place of a kernel outside of ranges: before the network, in the loss, or after backward."""
-        if step is None:
-            return StepPlace(OUTSIDE, "other")
-        begin, end, _ = next(each for each in self._steps if each[2] == step)
-        forward = [each for each in self._begins_forward if begin <= each <= end]
-        backward = [each for each in self._begins_backward if begin <= each <= end]
-        if backward and moment >= min(backward):
-            is_over = moment >= max(each for each in self._ends_backward if begin <= each <= end)
-            return StepPlace(OPTIMIZER, "optimizer") if is_over else StepPlace(OUTSIDE, "backward")
-        return StepPlace(LOSS, "forward") if forward and moment >= min(forward) else StepPlace(OUTSIDE, "other")
+        if moment >= self.backward_end:
+            return StepPlace(OPTIMIZER, "optimizer")
+        if moment >= self.backward:
+            return StepPlace(OUTSIDE, "backward")
+        return StepPlace(LOSS, "forward") if moment >= self.forward else StepPlace(OUTSIDE, "other")
 
 
-def _find_around(events: Sequence[Event]) -> list[int]:
-    """Return for each range of a thread the number of its enclosing range, or -1."""
-    found, open_ranges = [], list[int]()
-    for number, event in enumerate(events):
-        while open_ranges and events[open_ranges[-1]]["ts"] + events[open_ranges[-1]]["dur"] <= event["ts"]:
-            open_ranges.pop()
-        found.append(open_ranges[-1] if open_ranges else -1)
-        open_ranges.append(number)
+def _list_steps(events: Sequence[Event]) -> list[_TracedStep]:
+    nodes = [event for event in events if event["name"].startswith(BACKWARD)]
+    layers = [event for event in events if event["name"].startswith(MARK) and event.get("cat") in RANGES]
+    found = []
+    for step in [event for event in layers if event["name"].startswith(STEP)]:
+        begin, end = step["ts"], _get_end(step)
+        forward = [
+            event["ts"] for event in layers if begin <= event["ts"] <= end and not event["name"].startswith(f"{MARK}(")
+        ]
+        backward = [node for node in nodes if begin <= node["ts"] <= end]
+        found.append(
+            _TracedStep(
+                number=int(step["name"].removeprefix(STEP)),
+                begin=begin,
+                end=end,
+                forward=min(forward, default=inf),
+                backward=min((node["ts"] for node in backward), default=inf),
+                backward_end=max(map(_get_end, backward), default=inf),
+            )
+        )
     return found
+
+
+def _place_events(
+    events: Sequence[Event], steps: Sequence[_TracedStep], name_layer: Callable[[int], str]
+) -> Iterator[tuple[Event, list[Event], At]]:
+    """Yield the events of a thread in order, with the ranges around them, the innermost first, and their place."""
+    opened: list[Event] = []
+    node_layer = OUTSIDE
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        moment = event["ts"]
+        opened = [other for other in opened if _get_end(other) > moment]
+        if event["name"].startswith(BACKWARD):
+            # A node that accumulates a gradient has no number: it belongs to the node before it.
+            sequence = event.get("args", {}).get(NUMBER)
+            node_layer = name_layer(sequence) if isinstance(sequence, int) and 0 <= sequence < 2**62 else node_layer
+        around = opened[::-1]
+        if event.get("cat") in RANGES:
+            opened.append(event)
+        step = next((step for step in steps if step.begin <= moment <= step.end), None)
+        place = _find_place([other["name"] for other in reversed(opened)], moment, step, node_layer)
+        yield event, around, (place, None if step is None else step.number)
+
+
+def _find_place(names: Sequence[str], moment: float, step: _TracedStep | None, node_layer: str) -> StepPlace:
+    """Return the place of what begins inside of ranges with these names, the innermost first."""
+    nodes = [number for number, name in enumerate(names) if name.startswith(BACKWARD)]
+    marks = [number for number, name in enumerate(names) if name.startswith(MARK) and not name.startswith(STEP)]
+    if marks:
+        layer = names[marks[0]].removeprefix(MARK)
+        if layer == AUGMENTATION:
+            return StepPlace(AUGMENTATION, "augmentation")
+        return StepPlace(layer, "recompute" if nodes and marks[0] < nodes[0] else "forward")
+    if nodes:
+        return StepPlace(node_layer, "backward")
+    if any(name.startswith(OPTIMIZING) for name in names):
+        return StepPlace(OPTIMIZER, "optimizer")
+    return NOWHERE[0] if step is None else step.find_place(moment)
+
+
+def _get_end(event: Event) -> float:
+    end: float = event["ts"] + event["dur"]
+    return end
+
+
+def _is_launch(event: Event) -> bool:
+    return event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
 
 
 def _is_operator(event: Event) -> bool:

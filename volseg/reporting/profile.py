@@ -6,13 +6,11 @@ from pathlib import Path
 from volseg.files import replacing
 from volseg.profiling.report import ProfileReport
 from volseg.profiling.table import (
-    FAR,
     KIND_HEADER,
     LAYER_HEADER,
     format_seconds,
     get_busiest_device,
     list_device_cells,
-    list_far_from_bound,
     list_kind_cells,
     list_layer_cells,
 )
@@ -42,9 +40,8 @@ def format_profile(report: ProfileReport) -> str:
 def describe_profile(report: ProfileReport) -> content.ReportContent:
     """Return the report of a profile."""
     shape = " x ".join(map(str, report.shape))
-    device, far = get_busiest_device(report.devices), list_far_from_bound(report.layers)
+    device = get_busiest_device(report.devices)
     kinds = [[row.kind, *list_kind_cells(row)] for row in report.kinds]
-    above = [[*list_layer_cells(row), format_seconds(row.seconds - (row.bound or 0.0))] for row in far]
     layers = list(map(list_layer_cells, report.layers))
     times = {
         f"device {each.device}, {name}": cell
@@ -61,12 +58,6 @@ def describe_profile(report: ProfileReport) -> content.ReportContent:
         _tabulate("Kinds of kernels", "Kernels by kind, per step; share of the step", KIND_HEADER, kinds, brief=True),
         _tabulate(
             "Slowest layers", "By direction, per step", LAYER_HEADER, layers[:MOST_LAYERS], brief=True, only_brief=True
-        ),
-        _tabulate(
-            "Above the bound",
-            f"Layers that take more than {FAR} times what the device needs at best, by the time above it",
-            (*LAYER_HEADER, "above bound"),
-            above,
         ),
         _tabulate("Layers", "Every layer by direction, per step", LAYER_HEADER, layers),
         content.Section(title="How it was found", blocks=notes, brief=True),

@@ -17,7 +17,6 @@ from volseg.parallel.data_parallel import DataParallel, get_replicas
 from volseg.parallel.devices import is_distributed
 from volseg.parallel.fixed_order import RoundSums, fold
 from volseg.parallel.replicas import Share
-from volseg.parallel.timeline import get_timeline
 from volseg.workflow.distributed import is_cut_over_processes
 from volseg.workflow.named import Named, Objective, require_mean_of_shares
 from volseg.workflow.precision import Precision
@@ -205,8 +204,6 @@ class TrainingStep:
             if not loss.requires_grad:
                 raise ConfigError("the loss has no gradient; compute it from trained outputs, without detach()")
         self.scaler.scale(loss if share is None else loss * share.weight).backward()
-        if (timeline := get_timeline()) is not None:
-            timeline.end_pass()
         return {name: fields[name].detach() for name in self.objective.names}, overlap
 
 

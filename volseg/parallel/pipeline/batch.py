@@ -12,12 +12,11 @@ from volseg.device.torch_internals import pytree
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join
-from volseg.parallel.pipeline.placement import BatchContext, PlacedRun, Placement, mark_return
+from volseg.parallel.pipeline.placement import BatchContext, PlacedRun, Placement
 from volseg.parallel.pipeline.statistics import FrozenStatistics, WholeBatchStatistics
 from volseg.parallel.pipeline.transfer import Passage, PendingCopies, send, wait_for_copies
 from volseg.parallel.state.module import read_version
 from volseg.parallel.state.recorded import Attempt
-from volseg.parallel.timeline import get_timeline
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +59,8 @@ def _flow(net: nn.Module, placement: Placement, batch: CutBatch) -> list[Any]:
     outputs, passages = [], []
     for index, (args, kwargs) in enumerate(batch.calls):
         statistics.begin(index)
-        if (timeline := get_timeline()) is not None:
-            timeline.micro_batch = index
-        run = PlacedRun(placement, statistics, context)
-        with run:
+        with PlacedRun(placement, statistics, context):
             output = net(*args, **kwargs)
-        if timeline is not None:
-            mark_return(timeline, run.here, index, output)
         output, sent = _send_home(output, batch.target, context.pending)
         outputs.append(output)
         passages += sent

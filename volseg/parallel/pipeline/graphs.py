@@ -84,18 +84,13 @@ class Lanes:
         # ``torch.cuda.CUDAGraph`` has memory on one device only.
         self._others = {device: _make_memory(device) for device in self._gpus[1:] if has_values(device)}
 
-    @property
-    def has_events(self) -> bool:
-        """Whether recorded events measure time."""
-        return bool(self._gpus) and has_values(self._gpus[0])
-
     @contextlib.contextmanager
     def turn_to(self, lane: int) -> Iterator[None]:
         """Work on the streams of ``lane`` in this block."""
         with contextlib.ExitStack() as stack:
             for device in self._gpus:
                 stack.enter_context(on_stream(self._streams[device, lane]))
-            if self.has_events:
+            if self._gpus and has_values(self._gpus[0]):
                 stack.enter_context(torch.cuda.device(self._gpus[0]))
             yield
 

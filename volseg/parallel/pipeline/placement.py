@@ -31,7 +31,6 @@ from volseg.parallel.pipeline.statistics import (
 from volseg.parallel.pipeline.trace import Trace, list_segments
 from volseg.parallel.pipeline.transfer import PendingCopies, send, wait_for_copies
 from volseg.parallel.state.module import read_version
-from volseg.parallel.timeline import Timeline, get_timeline
 
 MARKS = ("_volseg_location", "_volseg_copies")
 """Attributes set on tensors."""
@@ -187,11 +186,9 @@ class PlacedRun(runs.Run):
         if self.here.device.type == "cuda":
             self._device_before = torch.cuda.current_device()
             torch.cuda.set_device(self.here.device)
-        self._mark(is_end=False)
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        self._mark(is_end=True)
         if self._device_before is not None:
             torch.cuda.set_device(self._device_before)
         super().__exit__(*failure)
@@ -218,20 +215,12 @@ class PlacedRun(runs.Run):
     def turn_to(self, location: Location) -> None:
         """Continue on another stage."""
         if location is not self.here:
-            self._mark(is_end=True)
             if location.device.type == "cuda":
                 # Tensors that forward makes on plain "cuda" belong to the current stage.
                 torch.cuda.set_device(location.device)
             if location.stage < self.here.stage:  # an earlier layer: it may change sent tensors in place
                 wait_for_copies([location.device], self.placement.devices)
             self.here = location
-            self._mark(is_end=False)
-
-    def _mark(self, *, is_end: bool) -> None:
-        """Record the start or end of the stage on an active timeline."""
-        timeline = get_timeline()
-        if timeline is not None:
-            timeline.mark(self.here.stage, self.here.device, "forward", timeline.micro_batch, is_end=is_end)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -313,8 +302,6 @@ class PlacedRun(runs.Run):
             # The next micro-batch may change the buffer during the copy.
             tensor = tensor.clone()
         copied, passage = send(tensor, self.here.device, self._context.pending)
-        at = getattr(tensor, "_volseg_location", None)
-        passage.note(None if at is None else at.stage, self.here.stage)
         return passage.wait(copied)
 
     def _settle(self, result: Any) -> Any:
@@ -355,14 +342,3 @@ class PlacedRun(runs.Run):
                 "function, or set the cuts (cuts=[...]) so that both are on one device"
             )
         self._received.clear()
-
-
-def mark_return(timeline: Timeline, last: Location, index: int, output: Any) -> None:
-    """Record the start of the last stage's backward pass of a micro-batch."""
-
-    def mark(gradient: Tensor) -> None:
-        timeline.mark(last.stage, gradient.device, "backward", index, is_end=False)
-
-    for tensor in runs.iterate_tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(mark)

@@ -14,7 +14,6 @@ tensor until the first kernel that uses it.
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,10 +30,9 @@ from volseg.errors import ParallelError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.graphs import CountedStatistics, Lanes, RecordedRun, RecordRefusedError, RefusedOperations
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join, split
-from volseg.parallel.pipeline.placement import BatchContext, Placement, mark_return
+from volseg.parallel.pipeline.placement import BatchContext, Placement
 from volseg.parallel.pipeline.transfer import copy_between
 from volseg.parallel.state.module import read_version
-from volseg.parallel.timeline import Timeline, get_timeline
 
 
 @dataclass(eq=False)
@@ -96,12 +94,8 @@ class RecordedBatch:
         self._statistics = CountedStatistics(len(batch.sizes))
         places = {tensor.device for tensor in self._inputs} | placement.devices | {batch.target}
         self._lanes = Lanes(places, lanes)
-        timeline = Timeline(sorted(places, key=str))
-        with timeline.noting() if self._lanes.has_events else nullcontext():
-            self._forward, self._homes = self._record_forward()
-            self._forward_marks = list(timeline.marks)
-            self._backward = self._record_backward() if torch.is_grad_enabled() else None
-            self._backward_marks = timeline.marks[len(self._forward_marks) :]
+        self._forward, self._homes = self._record_forward()
+        self._backward = self._record_backward() if torch.is_grad_enabled() else None
         self._leaves, self._structure = pytree.tree_flatten(join(self._homes, batch.sizes))
         self._roots.clear()  # free the autograd graph; the recording keeps the memory
 
@@ -136,13 +130,9 @@ class RecordedBatch:
         for index, (args, kwargs) in enumerate(split(*self._call, self._batch.sizes[0], self._batch.is_batch)):
             lane = index % self._lanes.count
             self._statistics.begin(index)
-            if (timeline := get_timeline()) is not None:
-                timeline.micro_batch = index
             with self._lanes.turn_to(lane):
-                with RecordedRun(self._placement, self._statistics, contexts[lane], self._lanes.first) as run:
+                with RecordedRun(self._placement, self._statistics, contexts[lane], self._lanes.first):
                     output = functional_call(self._net, self._aliases, args, kwargs)
-                if timeline is not None:
-                    mark_return(timeline, run.here, index, output)
                 leaves, structure = pytree.tree_flatten(output)
                 places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
                 for number, place in enumerate(places):
@@ -228,8 +218,6 @@ class RecordedBatch:
         for tensor, static in zip(tensors, self._inputs, strict=True):
             static.copy_(tensor)
         self._forward()
-        if (timeline := get_timeline()) is not None:
-            timeline.marks += self._forward_marks
         self._statistics.commit()
         outputs = (
             leaf for leaf in pytree.tree_leaves(join(self._homes, self._batch.sizes)) if isinstance(leaf, Tensor)
@@ -255,8 +243,6 @@ class RecordedBatch:
                 arriving.copy_(gradient)
                 reached |= self._reaches[number]
         self._backward()
-        if (timeline := get_timeline()) is not None:
-            timeline.marks += self._backward_marks
         found: list[Tensor | None] = [None] * (len(self._inputs) + len(self.parameters))
         # Many at a time: a kernel for each would take longer to queue than to run.
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)

@@ -32,7 +32,6 @@ from volseg.parallel.record_policy import Kind, Recordings
 from volseg.parallel.state.description import find_tensor
 from volseg.parallel.state.recorded import Attempt
 from volseg.parallel.state.watch import Watch
-from volseg.parallel.timeline import get_timeline
 
 logger = logging.getLogger(__name__)
 
@@ -166,13 +165,11 @@ class BatchRecorder:
         if key is None:
             return None
         kind = self._recordings.find_kind(key)
-        # A host's recording notes no times.
-        if get_timeline() is None or self._on_gpus:
-            if kind.recording is None and self._recordings.is_warm(kind) and self._recordings.make_room():
-                self._record(kind, placement, batch)
-            if kind.recording is not None and kind.recording.is_free:
-                found: RecordedBatch = self._recordings.use(kind)
-                return found
+        if kind.recording is None and self._recordings.is_warm(kind) and self._recordings.make_room():
+            self._record(kind, placement, batch)
+        if kind.recording is not None and kind.recording.is_free:
+            found: RecordedBatch = self._recordings.use(kind)
+            return found
         self._recordings.count(kind)
         return None
 

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from volseg.device.gpus import current_gpu_stream, get_device_cache, is_gpu, make_stream, note_use, observer, on_stream
-from volseg.parallel.timeline import get_timeline
 
 
 class PendingCopies:
@@ -48,30 +47,13 @@ class PendingCopies:
 class Passage:
     """Copies of one tensor between two devices; holds their events."""
 
-    __slots__ = ("arrived", "home", "noted", "pending", "returned")
+    __slots__ = ("arrived", "home", "pending", "returned")
 
     def __init__(self, pending: PendingCopies) -> None:
         self.pending = pending
         self.arrived: torch.cuda.Event | None = None
         self.returned: torch.cuda.Event | None = None
         self.home: torch.device | None = None
-        self.noted: tuple[int, int | None, int | None] | None = None
-
-    def note(self, source: int | None, target: int | None) -> None:
-        """Set the stages that the passage joins, for an active timeline: the backward pass does not know them."""
-        timeline = get_timeline()
-        if timeline is not None:
-            self.noted = timeline.micro_batch, source, target
-
-    def mark_return(self, device: torch.device, *, is_end: bool) -> None:
-        """Record on an active timeline that the target ends its backward pass, or that the source starts it."""
-        timeline = get_timeline()
-        if timeline is None or self.noted is None:
-            return
-        number, source, target = self.noted
-        stage = target if is_end else source
-        if stage is not None:
-            timeline.mark(stage, device, "backward", number, is_end=is_end)
 
     def wait(self, tensor: Tensor) -> Tensor:
         """Make the current stream of the tensor's device wait until the tensor has arrived."""
@@ -147,7 +129,6 @@ class _Depart(torch.autograd.Function):
             stream = current_gpu_stream(gradient.device)
             stream.wait_event(returned)
             note_use(gradient, stream)
-        ctx.passage.mark_return(gradient.device, is_end=False)
         return gradient, None
 
 
@@ -164,7 +145,6 @@ class _Cross(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         passage = ctx.passage
-        passage.mark_return(gradient.device, is_end=True)
         returned, passage.returned = copy_between(gradient, passage.home)
         if passage.returned is not None:
             passage.pending.hold(gradient, passage.returned)
