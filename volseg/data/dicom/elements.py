@@ -8,7 +8,6 @@ gets only compressed pixels. `TAGS` are the elements that volseg reads, by their
 import math
 import mmap
 import re
-import struct
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,14 +54,6 @@ class Item:
     def text(self, tag: Tag) -> str:
         """Return an element as text; "" if it is absent or a sequence."""
         return decode_text(self.value(tag))
-
-    def format(self, value: bytes, *, is_binary: bool = False) -> str:
-        """Return a value as text; a binary one of 8 bytes is a float, one of 4 an integer."""
-        if is_binary and len(value) == 8:
-            return f"{struct.unpack('<d' if self.order == 'little' else '>d', value)[0]:g}"
-        if is_binary and len(value) == 4:
-            return str(int.from_bytes(value, self.order))
-        return decode_text(value)
 
 
 def decode_text(value: bytes, encoding: str = "latin-1") -> str:
@@ -262,28 +253,15 @@ TAGS: Mapping[str, Tag] = {
     "StudyDate": (0x0008, 0x0020),
     "Modality": (0x0008, 0x0060),
     "SeriesDescription": (0x0008, 0x103E),
-    "FrameType": (0x0008, 0x9007),
     "PatientID": (0x0010, 0x0020),
-    "SequenceName": (0x0018, 0x0024),
     "SliceThickness": (0x0018, 0x0050),
-    "EchoTime": (0x0018, 0x0081),
-    "InversionTime": (0x0018, 0x0082),
     "SpacingBetweenSlices": (0x0018, 0x0088),
-    "TriggerTime": (0x0018, 0x1060),
     "ImagerPixelSpacing": (0x0018, 0x1164),
-    "FlipAngle": (0x0018, 0x1314),
-    "EffectiveEchoTime": (0x0018, 0x9082),
-    "DiffusionBValue": (0x0018, 0x9087),
     "SeriesInstanceUID": (0x0020, 0x000E),
     "SeriesNumber": (0x0020, 0x0011),
-    "AcquisitionNumber": (0x0020, 0x0012),
     "ImagePositionPatient": (0x0020, 0x0032),
     "ImageOrientationPatient": (0x0020, 0x0037),
     "FrameOfReferenceUID": (0x0020, 0x0052),
-    "TemporalPositionIdentifier": (0x0020, 0x0100),
-    "StackID": (0x0020, 0x9056),
-    "TemporalPositionIndex": (0x0020, 0x9128),
-    "NominalCardiacTriggerDelayTime": (0x0020, 0x9153),
     "SamplesPerPixel": (0x0028, 0x0002),
     "PhotometricInterpretation": (0x0028, 0x0004),
     "NumberOfFrames": (0x0028, 0x0008),
@@ -299,9 +277,7 @@ TAGS: Mapping[str, Tag] = {
     "RescaleType": (0x0028, 0x1054),
     "ModalityLUTSequence": (0x0028, 0x3000),
     "Units": (0x0054, 0x1001),
-    "FrameReferenceTime": (0x0054, 0x1300),
     "SegmentationType": (0x0062, 0x0001),
-    "GridFrameOffsetVector": (0x3004, 0x000C),
     "DoseGridScaling": (0x3004, 0x000E),
     "SharedFunctionalGroupsSequence": (0x5200, 0x9229),
     "PerFrameFunctionalGroupsSequence": (0x5200, 0x9230),
@@ -312,23 +288,8 @@ GROUPS: Mapping[str, Tag] = {
     "ImageOrientationPatient": (0x0020, 0x9116),
     **dict.fromkeys(("PixelSpacing", "SpacingBetweenSlices", "SliceThickness"), (0x0028, 0x9110)),
     **dict.fromkeys(("RescaleIntercept", "RescaleSlope", "RescaleType"), (0x0028, 0x9145)),
-    **dict.fromkeys(("TemporalPositionIndex", "StackID"), (0x0020, 0x9111)),
-    "DiffusionBValue": (0x0018, 0x9117),
-    "EffectiveEchoTime": (0x0018, 0x9114),
-    "NominalCardiacTriggerDelayTime": (0x0018, 0x9118),
-    "FrameType": (0x0018, 0x9226),
 }
 """The functional group, a sequence, of each element in an enhanced file."""
-
-STATES = (
-    *("TemporalPositionIdentifier", "TemporalPositionIndex", "TriggerTime", "NominalCardiacTriggerDelayTime"),
-    *("DiffusionBValue", "EchoTime", "EffectiveEchoTime", "InversionTime", "FlipAngle", "SequenceName", "StackID"),
-    *("FrameReferenceTime", "AcquisitionNumber", "ImageType", "FrameType"),
-)
-"""Elements that distinguish images at one place: time, diffusion weighting, echo, kind of image."""
-
-BINARY = {"TemporalPositionIndex", "DiffusionBValue", "EffectiveEchoTime", "NominalCardiacTriggerDelayTime"}
-"""The elements of `STATES` that are binary numbers."""
 
 UNITS = ("FrameOfReferenceUID", "Units", "RescaleType")
 """Elements that define the meaning of positions and values; a volume has one value of each."""

@@ -23,7 +23,6 @@ from volseg.data.dicom.series import list_slices, require_header
 from volseg.data.itk import lps_to_ras, simpleitk
 from volseg.data.volume import as_volume, require_held, require_memory
 from volseg.errors import DamagedFileError, ReaderError
-from volseg.formatting import list_some
 
 
 def read_dicom_series(path: Path) -> MetaTensor:
@@ -158,7 +157,13 @@ def _measure_step(frames: Sequence[Frame], along: np.ndarray, normal: np.ndarray
     gaps = np.diff(along)
     apart = gaps > SAME_PLACE * min(frames[0].spacing)
     if not apart.all():
-        raise _explain_doubled(frames, np.split(np.arange(len(frames)), np.flatnonzero(apart) + 1))
+        first = int(apart.argmin())
+        one, other = frames[first : first + 2]
+        raise ReaderError(
+            f"{one.file.parent}: {len(frames)} slices lie at {apart.sum() + 1} place(s) along their normal, a volume "
+            f"needs one at each: {one} lies at {list(one.position)} mm and {other} at {list(other.position)} mm. Put "
+            "each time, b-value or echo into a folder of its own, for example by dcm2niix; take out duplicates"
+        )
     step: np.ndarray = (positions[-1] - positions[0]) / (len(frames) - 1)
     even = positions[0] + np.arange(len(frames))[:, None] * step
     away = np.linalg.norm(positions - even, axis=1)
@@ -171,24 +176,6 @@ def _measure_step(frames: Sequence[Frame], along: np.ndarray, normal: np.ndarray
             "are of several stacks"
         )
     return step
-
-
-def _explain_doubled(frames: Sequence[Frame], places: Sequence[np.ndarray]) -> ReaderError:
-    """Return the error for frames that share a place along the normal, from the frames of each place."""
-    place = next(place for place in places if len(place) > 1)
-    one, other = (frames[index] for index in place[:2])
-    states = [frames[index].states for index in place]
-    differ = [
-        f"{name} ({list_some([*dict.fromkeys(state.get(name, 'none') for state in states)])})"
-        for name in {name: None for state in states for name in state}
-        if len({state.get(name) for state in states}) > 1
-    ]
-    apart = f"they differ in {'; '.join(differ)}" if differ else "no known tag tells them apart"
-    return ReaderError(
-        f"{one.file.parent}: {len(frames)} slices lie at {len(places)} place(s) along their normal, a volume needs one "
-        f"at each: {one} lies at {list(one.position)} mm and {other} at {list(other.position)} mm, and {apart}. Put "
-        "each time, b-value or echo into a folder of its own, for example by dcm2niix; take out duplicates"
-    )
 
 
 PLAIN = (IMPLICIT, "1.2.840.10008.1.2.1", BIG_ENDIAN)
