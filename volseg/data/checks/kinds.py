@@ -93,15 +93,9 @@ KINDS: Mapping[str, FindingKind] = {
         "the file has neither sform nor qform", "it is placed only by its spacing: orientation and side are a guess"
     ),
     "mirrored": _look(
-        "sform and qform mirror each other (left-right)",
-        "one of them swaps the sides, and the sform is taken",
-        "the qform is made the sform's, or switched off where it cannot be",
+        "sform and qform mirror each other (left-right)", "one of them swaps the sides, and the sform is taken"
     ),
-    "forms-disagree": _look(
-        "sform and qform disagree",
-        "the sform is taken, other programs may go by the qform",
-        "the qform is made the sform's, or switched off where it cannot be",
-    ),
+    "forms-disagree": _look("sform and qform disagree", "the sform is taken, other programs may go by the qform"),
     "same-image": _look(
         "the same image stands under several names", "keep one, or it counts more than others and may be tested on"
     ),
