@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from volseg.data.volume import require_regular
 from volseg.errors import ReaderError
@@ -31,14 +31,12 @@ SYNTAX = (0x0002, 0x0010)
 IMPLICIT, BIG_ENDIAN, DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
 DEEPEST = 30
 NUMBER = re.compile(rb"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-Order = Literal["little", "big"]
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     """The requested elements of a file or of an item of a sequence."""
 
-    order: Order
     elements: dict[Tag, "bytes | list[Item]"] = field(default_factory=dict)
 
     def value(self, tag: Tag) -> bytes:
@@ -74,8 +72,6 @@ def parse_numbers(value: bytes) -> tuple[float, ...] | None:
 class Pixels(NamedTuple):
     """The bytes of ``PixelData`` in a file."""
 
-    kind: bytes
-    """Value representation; b"" if the element names none."""
     begin: int
     end: int
     is_encapsulated: bool
@@ -115,22 +111,23 @@ def read_header(path: Path, tags: Collection[Tag], *, to_end: bool = True) -> He
         has_preamble = content[128:132] == b"DICM"
         if not has_preamble and content[:2] not in (b"\x02\x00", b"\x08\x00"):
             return None  # GDCM ignores a file without the preamble and without the beginning of a data set
-        information = Item("little")
+        information = Item()
         begin = 132 if has_preamble else 0
-        of_information = _Walk(content, path, "little", is_implicit=False, wanted={SYNTAX})
+        of_information = _Walk(content, path, is_implicit=False, wanted={SYNTAX})
         has_information = content[begin : begin + 2] == b"\x02\x00"
         while content[begin : begin + 2] == b"\x02\x00":
             begin = of_information.pass_element(begin, len(content), 0, information)
         syntax = information.text(SYNTAX)
         if not syntax and (has_information or content[begin : begin + 2] != b"\x08\x00"):
             raise damaged(path, "it has no TransferSyntaxUID")
-        if syntax == DEFLATED:
-            raise ReaderError(f"{path} is deflated DICOM, which is not read; convert it to another transfer syntax")
-        order: Order = "big" if syntax == BIG_ENDIAN else "little"
+        if syntax in (DEFLATED, BIG_ENDIAN):
+            raise ReaderError(
+                f"{path} is deflated or big-endian DICOM, which is not read; convert it to another transfer syntax"
+            )
         # Some writers declare implicit and write explicit. A bare data set has no file information: it is
         # little-endian, and each element shows whether it is implicit.
         is_implicit = syntax == IMPLICIT and content[begin + 4 : begin + 6] not in KINDS
-        walk, top = _Walk(content, path, order, is_implicit, frozenset(tags)), Item(order)
+        walk, top = _Walk(content, path, is_implicit, frozenset(tags)), Item()
         walk.pass_elements(begin, len(content), 0, into=top, last=LAST if to_end else max(tags))
         return Header(path, syntax or IMPLICIT, top, walk.pixels[0] if walk.pixels else None)
 
@@ -157,7 +154,6 @@ class _Walk:
 
     content: mmap.mmap
     path: Path
-    order: Order
     is_implicit: bool
     """Whether no element names its value representation; else only elements without a valid one count as implicit."""
     wanted: Set[Tag] = frozenset()
@@ -204,7 +200,7 @@ class _Walk:
         if tag == PIXELS and depth == 0:
             if self.pixels:
                 raise damaged(self.path, "it holds PixelData twice")
-            self.pixels.append(Pixels(kind, value, after, length == UNDEFINED))
+            self.pixels.append(Pixels(value, after, length == UNDEFINED))
         return after
 
     def _pass_items(self, owner: Tag, begin: int, end: int, depth: int, into: Item | None = None) -> int:
@@ -218,7 +214,7 @@ class _Walk:
             begin += 8
             if tag == SEQUENCE_END:
                 return begin
-            item = None if into is None else Item(self.order)
+            item = None if into is None else Item()
             if item is not None:
                 items.append(item)
             if tag == ITEM and length == UNDEFINED:
@@ -239,7 +235,7 @@ class _Walk:
         return self._number(begin, 2), self._number(begin + 2, 2)
 
     def _number(self, begin: int, size: int) -> int:
-        return int.from_bytes(self.content[begin : begin + size], self.order)
+        return int.from_bytes(self.content[begin : begin + size], "little")
 
     def _require(self, tag: Tag, length: int, begin: int, end: int) -> None:
         if length > end - begin:

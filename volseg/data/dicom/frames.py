@@ -45,8 +45,8 @@ class Stored:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of a stored value, in the byte order of this machine."""
-        return np.dtype(f"{'i' if self.is_signed else 'u'}{self.allocated // 8}")
+        """The type of a stored value."""
+        return np.dtype(f"<{'i' if self.is_signed else 'u'}{self.allocated // 8}")
 
     @property
     def voxels(self) -> int:
@@ -128,12 +128,12 @@ def _read_count(header: Header, keyword: str, default: int | None = None) -> int
             f"{header.path} needs a number of two bytes in DICOM tag ({tag[0]:04x},{tag[1]:04x}), {keyword}, "
             f"but has {value[:8]!r}; it is damaged, or no image"
         )
-    return int.from_bytes(value, header.top.order)
+    return int.from_bytes(value, "little")
 
 
 def _read_overlays(header: Header) -> int:
     values = (header.top.value(tag) for tag in OVERLAY_BITS)
-    positions = {int.from_bytes(value, header.top.order) for value in values if len(value) == 2}
+    positions = {int.from_bytes(value, "little") for value in values if len(value) == 2}
     return sum(1 << position for position in positions if position)
 
 

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from monai.data import MetaTensor
 
-from volseg.data.dicom.elements import BIG_ENDIAN, IMPLICIT, SEQUENCE_END, TAGS, Header, Tag
+from volseg.data.dicom.elements import IMPLICIT, SEQUENCE_END, TAGS, Header, Tag
 from volseg.data.dicom.frames import Frame, Stored, list_frames
 from volseg.data.dicom.series import list_slices, require_header
 from volseg.data.itk import lps_to_ras, simpleitk
@@ -178,7 +178,7 @@ def _measure_step(frames: Sequence[Frame], along: np.ndarray, normal: np.ndarray
     return step
 
 
-PLAIN = (IMPLICIT, "1.2.840.10008.1.2.1", BIG_ENDIAN)
+PLAIN = (IMPLICIT, "1.2.840.10008.1.2.1")
 """Transfer syntaxes without compression."""
 
 SECONDARY_CAPTURE = "1.2.840.10008.5.1.4.1.1.7"
@@ -197,7 +197,7 @@ def read_stored(header: Header, stored: Stored) -> np.ndarray:
         If a value takes more bits than the header declares.
     """
     read = (_read_plain if header.syntax in PLAIN else _decompress)(header, stored)
-    raw = read.view(f"u{stored.allocated // 8}")
+    raw = read.view(f"<u{stored.allocated // 8}")
     spare = stored.allocated - stored.bits
     if spare == 0:
         return raw.view(stored.dtype)
@@ -228,10 +228,7 @@ def _read_plain(header: Header, stored: Stored) -> np.ndarray:
             f"{header.path} holds {held} bytes of pixels, and {stored.frames} frame(s) of {stored.rows} rows of "
             f"{stored.columns} voxels of {stored.allocated} bits take {needed}; the header is damaged, fetch it again"
         )
-    order = ">" if header.top.order == "big" else "<"
-    if size == 1 and order == ">" and pixels.kind == b"OW":  # two voxels make a word
-        content = np.frombuffer(content, ">u2").astype("<u2").tobytes()
-    read = np.frombuffer(content, f"{order}u{size}", stored.voxels).astype(f"u{size}", copy=False)
+    read = np.frombuffer(content, f"<u{size}", stored.voxels)
     return read.reshape(stored.frames, stored.rows, stored.columns)
 
 
