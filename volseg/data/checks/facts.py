@@ -123,7 +123,8 @@ def measure(checked: CheckedCase, case: Case, task: Task) -> ComparedCase:
     facts = _measure_image(image, label if is_labelled else None, task)
     shape = None
     # With ignored voxels, the size of a label is unknown.
-    if is_comparable and task.ignore not in checked.label_counts and checked.label_counts.keys() - {0}:
+    values = checked.label_counts.keys()
+    if is_comparable and label is not None and values - {0} and task.ignore not in values:
         # On the image's grid, even if the label's header differs: that is a separate finding.
         shape = measure_shape(label.as_tensor()[0].numpy(), image.affine[:3, :3].norm(dim=0).numpy())
     return replace(known, image=facts, label=shape)
