@@ -63,13 +63,9 @@ def save(one: Dataset, path: Path, stored: np.ndarray, syntax: UID = ExplicitVRL
     path.parent.mkdir(parents=True, exist_ok=True)
     one.file_meta = FileMetaDataset()
     one.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian if syntax.is_compressed else syntax
-    order = "<" if syntax.is_little_endian else ">"
-    content = stored.astype(stored.dtype.newbyteorder(order)).tobytes()
-    if order == ">" and stored.dtype.itemsize == 1:
-        content += b"\0" * (len(content) % 2)
-        content = np.frombuffer(content, "<u2").astype(">u2").tobytes()  # words of two voxels
+    content = stored.tobytes()
     one.PixelData = content + b"\0" * (len(content) % 2)
-    one["PixelData"].VR = "OW" if stored.dtype.itemsize > 1 or order == ">" else "OB"
+    one["PixelData"].VR = "OW" if stored.dtype.itemsize > 1 else "OB"
     if syntax.is_compressed:
         one.compress(syntax, encoding_plugin="pydicom" if syntax.name.startswith("RLE") else "pyjpegls")
     one.save_as(path, enforce_file_format=True)

@@ -2,7 +2,8 @@ import shutil
 
 import numpy as np
 import pytest
-from dicom_files import SERIES, place, write_series
+from dicom_files import SERIES, place, write_series, write_slice
+from pydicom.uid import UID
 
 from volseg.data.dicom.volumes import read_dicom_series
 from volseg.data.readers import read_volume
@@ -46,6 +47,13 @@ def test_truncated_slice_and_a_folder_without_series(tmp_path, capfd):
     with pytest.raises(ReaderError, match="holds no readable DICOM series; name the folder that holds the slices"):
         read_volume(tmp_path / "empty")
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("syntax", ["1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"], ids=["big-endian", "deflated"])
+def test_rare_transfer_syntaxes_are_refused(tmp_path, syntax):
+    write_slice(tmp_path / "a.dcm", 0, syntax=UID(syntax))
+    with pytest.raises(ReaderError, match=r"a\.dcm is deflated or big-endian DICOM, which is not read; convert it"):
+        read_volume(tmp_path / "a.dcm")
 
 
 def test_file_that_is_no_dicom(tmp_path):

@@ -328,7 +328,7 @@ def test_what_is_written_is_read_again_and_damaged_files_are_refused(kind, tmp_p
     read = read_label(folder / "label.dcm", folder, task)
     assert torch.equal(read.as_tensor().int(), drawn)
     [beside] = search_series(folder).others
-    assert beside.left_out == ("a segmentation" if kind == "SEG" else "a structure set")
+    assert beside.left_out == f"derived from images ({kind})"
     (folder / "label.dcm").rename(tmp_path / "label.dcm")
     assert torch.equal(read.affine, read_volume(folder).affine)
     content = (tmp_path / "label.dcm").read_bytes()

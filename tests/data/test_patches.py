@@ -199,17 +199,12 @@ def test_a_fault_in_the_thread_reaches_the_loop():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch_size": 0}, r"must be positive, got \(8, 8, 8\), 0, 12"),
-        ({"foreground": 1.5}, r"must lie in \[0, 1\], got 1.5"),
-        ({"source_size": (9, 8, 8)}, r"source_size \(9, 8, 8\) must exceed patch_size \(8, 8, 8\)"),
-        ({"source_size": (6, 8, 8)}, "take BatchAugmentation.source_size"),
-    ],
+    "changes", [{"batch_size": 0}, {"foreground": 1.5}, {"source_size": (9, 8, 8)}, {"source_size": (6, 8, 8)}]
 )
-def test_senseless_settings_are_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
+def test_senseless_settings_are_refused(changes):
+    with pytest.raises(ConfigError, match=r"patches need .*; got \(8, 8, 8\), ") as refused:
         batches(**changes)
+    assert str(next(iter(changes.values()))) in str(refused.value)
 
 
 def test_patches_of_sparse_annotations_hold_annotated_voxels():

@@ -12,7 +12,7 @@ SimpleITK = pytest.importorskip("SimpleITK", reason="a machine that only runs GP
 from dicom_files import group, write_enhanced, write_slice  # noqa: E402  (they need pydicom)
 
 TYPES = [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32]
-PLAIN = [pydicom.uid.ImplicitVRLittleEndian, pydicom.uid.ExplicitVRLittleEndian, pydicom.uid.ExplicitVRBigEndian]
+PLAIN = [pydicom.uid.ImplicitVRLittleEndian, pydicom.uid.ExplicitVRLittleEndian]
 TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 
@@ -63,7 +63,7 @@ def expect(volume, made, line=(1.0, 0.0)):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_plain_series(tmp_path, seed):
-    made, syntax = Made(seed), PLAIN[seed // 6 % 3]
+    made, syntax = Made(seed), PLAIN[seed // 6 % 2]
     line = [(1.0, 0.0), (2.0, -1024.0), (0.37, 11.5)][seed // 2 % 3]
     folder = made.write(tmp_path / "series", syntax, line)
     volume = read_volume(folder)
@@ -125,7 +125,7 @@ def test_slices_that_simpleitk_compresses(tmp_path, compressor):
 
 
 @pytest.mark.parametrize("seed", range(6))  # a voxel type each
-@pytest.mark.parametrize("syntax", [*PLAIN, pydicom.uid.RLELossless], ids=["implicit", "explicit", "big", "RLE"])
+@pytest.mark.parametrize("syntax", [*PLAIN, pydicom.uid.RLELossless], ids=["implicit", "explicit", "RLE"])
 def test_frames_of_one_file(tmp_path, seed, syntax):
     made = Made(seed, **({"kinds": TYPES[:4], "least": 6} if syntax.is_compressed else {}))
     order = made.random.permutation(len(made.stored))

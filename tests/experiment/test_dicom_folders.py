@@ -119,7 +119,7 @@ def test_what_is_no_image_to_segment_is_left_out_and_named(write_series, tmp_pat
     with caplog.at_level("INFO"):
         [case] = resolve_images([tmp_path / "export"])
     assert case["case"] == "export"  # one series, whose folder was named
-    for what in ("4 series left out", "a localizer;", "a localizer, by its description", "a structure set", "a report"):
+    for what in ("4 series left out", "a localizer;", "a localizer, by its description", "(RTSTRUCT)", "images (SR)"):
         assert what in caplog.text
     [scout] = resolve_images([tmp_path / "export"], series=["scout"])
     assert scout["image"].name.startswith("s3_")
@@ -135,7 +135,7 @@ def test_a_folder_without_an_image_says_what_it_holds(tmp_path):
     (tmp_path / "Task01" / "dataset.json").write_text("{}", encoding="utf-8")
     (tmp_path / "scan.nii.gz").write_bytes(b"not read here")
     for path, series, message in (
-        ("export", [], r"no series is an image; there are .*7\.5 .*: a report, .*7\.6 .*: a note"),
+        ("export", [], r"no series is an image; there are .*7\.5 .*: derived from images \(SR\), .*7\.6 .*: .*\(KO\)"),
         ("Task01", [], r"nor a DICOM series in it: it holds dataset.json, imagesTs/; name"),
         ("Task01/imagesTs", [], "imagesTs has neither an image nor a DICOM series in it: it is empty"),
         ("scan.nii.gz", ["T1"], r"scan\.nii\.gz: no DICOM among them to choose series of; leave out --series"),

@@ -121,8 +121,6 @@ NRRD_FIELD = re.compile(
 """Names without blanks, which some names have in two spellings. ``block size`` is a field of a refused type."""
 
 NRRD_PACKINGS: Mapping[str, Packing] = {"raw": "plain", "gzip": "gzip", "gz": "gzip"}
-NRRD_TEXTS = {"text": 1, "txt": 1, "ascii": 1, "hex": 2}
-"""Encodings as text, and the fewest characters for a value of one byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +135,6 @@ class _Claim:
     """Bytes before the voxels, after decompression."""
     packed_bytes: int | None = None
     """Bytes that ITK decompresses; None: all bytes."""
-    text_bytes: int | None = None
-    """Fewest bytes of a value that is stored as text; None if it is binary."""
 
 
 def resolve_voxel_file(path: Path) -> Path:
@@ -175,7 +171,7 @@ def _read_nrrd(path: Path) -> _Claim:
         _add_field(fields, key, value.strip(), path)
     _require_shape(fields, "dimension", "sizes", path)
     encoding = fields.get("encoding", "").lower()
-    if encoding not in NRRD_PACKINGS and encoding not in NRRD_TEXTS:
+    if encoding not in NRRD_PACKINGS:
         raise ReaderError(f"{path} has the encoding {encoding!r}; convert it to raw or gzip")
     _read_number(fields, "lineskip", path)
     skips = max(0, _read_number(fields, "byteskip", path))
@@ -183,9 +179,8 @@ def _read_nrrd(path: Path) -> _Claim:
     return _Claim(
         file=path if data is None else _locate_data(path, data),
         begins=ends if data is None else 0,
-        packing=NRRD_PACKINGS.get(encoding, "plain"),
+        packing=NRRD_PACKINGS[encoding],
         skips=skips,
-        text_bytes=NRRD_TEXTS.get(encoding),
     )
 
 
@@ -305,10 +300,10 @@ def _require_room(claim: _Claim, header: Any, path: Path) -> None:
     if (bits := re.fullmatch(r"(?:vector of )?(\d+)-bit (?:(?:un)?signed integer|float)", kind)) is None:
         raise ReaderError(f"{path} stores voxels of type {kind!r}; convert them to integers or floats")
     voxels, bytes_each = math.prod(header.GetSize()) * header.GetNumberOfComponents(), int(bits[1]) // 8
-    needed = voxels * (claim.text_bytes or bytes_each) + claim.skips
+    needed = voxels * bytes_each + claim.skips
     require_held(needed, held, claim.file, claim.packing)
-    # Once in ITK, once as an array, once as float32; text becomes at most 8 bytes.
-    require_memory(voxels * (2 * max(bytes_each, 8) + 4), path)
+    # Once in ITK, once as an array, once as float32.
+    require_memory(voxels * (2 * bytes_each + 4), path)
     if claim.packing == "plain":
         return
     with claim.file.open("rb") as file:

@@ -261,18 +261,13 @@ class PatchBatches:
             yield {"image": image, "label": label, "case": places.names[iteration]}
 
     def _check(self) -> None:
-        if min(self.batch_size, self.iterations, *self.patch_size) < 1:
-            raise ConfigError(
-                "patch size, batch size and iterations must be positive, got "
-                f"{self.patch_size}, {self.batch_size}, {self.iterations}"
-            )
-        if not 0 <= self.share <= 1:
-            raise ConfigError(f"the share of patches with foreground must lie in [0, 1], got {self.share}")
         margins = [whole - side for whole, side in zip(self.source_size, self.patch_size, strict=True)]
-        if any(margin < 0 or margin % 2 for margin in margins):
+        is_positive = min(self.batch_size, self.iterations, *self.patch_size) > 0
+        if not is_positive or not 0 <= self.share <= 1 or any(margin < 0 or margin % 2 for margin in margins):
             raise ConfigError(
-                f"source_size {self.source_size} must exceed patch_size {self.patch_size} by the same number of voxels "
-                "on either side; take BatchAugmentation.source_size"
+                "patches need positive sizes and numbers, a share of foreground in [0, 1], and a source_size that "
+                "exceeds patch_size by the same number of voxels on either side, as BatchAugmentation.source_size; got "
+                f"{self.patch_size}, {self.batch_size}, {self.iterations}, {self.share} and {self.source_size}"
             )
 
 

@@ -8,11 +8,10 @@ gets only compressed pixels. `TAGS` are the elements that volseg reads, by their
 import math
 import mmap
 import re
-import struct
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from volseg.data.volume import require_regular
 from volseg.errors import ReaderError
@@ -32,14 +31,12 @@ SYNTAX = (0x0002, 0x0010)
 IMPLICIT, BIG_ENDIAN, DEFLATED = "1.2.840.10008.1.2", "1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"
 DEEPEST = 30
 NUMBER = re.compile(rb"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
-Order = Literal["little", "big"]
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
     """The requested elements of a file or of an item of a sequence."""
 
-    order: Order
     elements: dict[Tag, "bytes | list[Item]"] = field(default_factory=dict)
 
     def value(self, tag: Tag) -> bytes:
@@ -55,14 +52,6 @@ class Item:
     def text(self, tag: Tag) -> str:
         """Return an element as text; "" if it is absent or a sequence."""
         return decode_text(self.value(tag))
-
-    def format(self, value: bytes, *, is_binary: bool = False) -> str:
-        """Return a value as text; a binary one of 8 bytes is a float, one of 4 an integer."""
-        if is_binary and len(value) == 8:
-            return f"{struct.unpack('<d' if self.order == 'little' else '>d', value)[0]:g}"
-        if is_binary and len(value) == 4:
-            return str(int.from_bytes(value, self.order))
-        return decode_text(value)
 
 
 def decode_text(value: bytes, encoding: str = "latin-1") -> str:
@@ -83,8 +72,6 @@ def parse_numbers(value: bytes) -> tuple[float, ...] | None:
 class Pixels(NamedTuple):
     """The bytes of ``PixelData`` in a file."""
 
-    kind: bytes
-    """Value representation; b"" if the element names none."""
     begin: int
     end: int
     is_encapsulated: bool
@@ -124,22 +111,23 @@ def read_header(path: Path, tags: Collection[Tag], *, to_end: bool = True) -> He
         has_preamble = content[128:132] == b"DICM"
         if not has_preamble and content[:2] not in (b"\x02\x00", b"\x08\x00"):
             return None  # GDCM ignores a file without the preamble and without the beginning of a data set
-        information = Item("little")
+        information = Item()
         begin = 132 if has_preamble else 0
-        of_information = _Walk(content, path, "little", is_implicit=False, wanted={SYNTAX})
+        of_information = _Walk(content, path, is_implicit=False, wanted={SYNTAX})
         has_information = content[begin : begin + 2] == b"\x02\x00"
         while content[begin : begin + 2] == b"\x02\x00":
             begin = of_information.pass_element(begin, len(content), 0, information)
         syntax = information.text(SYNTAX)
         if not syntax and (has_information or content[begin : begin + 2] != b"\x08\x00"):
             raise damaged(path, "it has no TransferSyntaxUID")
-        if syntax == DEFLATED:
-            raise ReaderError(f"{path} is deflated DICOM, which is not read; convert it to another transfer syntax")
-        order: Order = "big" if syntax == BIG_ENDIAN else "little"
+        if syntax in (DEFLATED, BIG_ENDIAN):
+            raise ReaderError(
+                f"{path} is deflated or big-endian DICOM, which is not read; convert it to another transfer syntax"
+            )
         # Some writers declare implicit and write explicit. A bare data set has no file information: it is
         # little-endian, and each element shows whether it is implicit.
         is_implicit = syntax == IMPLICIT and content[begin + 4 : begin + 6] not in KINDS
-        walk, top = _Walk(content, path, order, is_implicit, frozenset(tags)), Item(order)
+        walk, top = _Walk(content, path, is_implicit, frozenset(tags)), Item()
         walk.pass_elements(begin, len(content), 0, into=top, last=LAST if to_end else max(tags))
         return Header(path, syntax or IMPLICIT, top, walk.pixels[0] if walk.pixels else None)
 
@@ -166,7 +154,6 @@ class _Walk:
 
     content: mmap.mmap
     path: Path
-    order: Order
     is_implicit: bool
     """Whether no element names its value representation; else only elements without a valid one count as implicit."""
     wanted: Set[Tag] = frozenset()
@@ -213,7 +200,7 @@ class _Walk:
         if tag == PIXELS and depth == 0:
             if self.pixels:
                 raise damaged(self.path, "it holds PixelData twice")
-            self.pixels.append(Pixels(kind, value, after, length == UNDEFINED))
+            self.pixels.append(Pixels(value, after, length == UNDEFINED))
         return after
 
     def _pass_items(self, owner: Tag, begin: int, end: int, depth: int, into: Item | None = None) -> int:
@@ -227,7 +214,7 @@ class _Walk:
             begin += 8
             if tag == SEQUENCE_END:
                 return begin
-            item = None if into is None else Item(self.order)
+            item = None if into is None else Item()
             if item is not None:
                 items.append(item)
             if tag == ITEM and length == UNDEFINED:
@@ -248,7 +235,7 @@ class _Walk:
         return self._number(begin, 2), self._number(begin + 2, 2)
 
     def _number(self, begin: int, size: int) -> int:
-        return int.from_bytes(self.content[begin : begin + size], self.order)
+        return int.from_bytes(self.content[begin : begin + size], "little")
 
     def _require(self, tag: Tag, length: int, begin: int, end: int) -> None:
         if length > end - begin:
@@ -262,28 +249,15 @@ TAGS: Mapping[str, Tag] = {
     "StudyDate": (0x0008, 0x0020),
     "Modality": (0x0008, 0x0060),
     "SeriesDescription": (0x0008, 0x103E),
-    "FrameType": (0x0008, 0x9007),
     "PatientID": (0x0010, 0x0020),
-    "SequenceName": (0x0018, 0x0024),
     "SliceThickness": (0x0018, 0x0050),
-    "EchoTime": (0x0018, 0x0081),
-    "InversionTime": (0x0018, 0x0082),
     "SpacingBetweenSlices": (0x0018, 0x0088),
-    "TriggerTime": (0x0018, 0x1060),
     "ImagerPixelSpacing": (0x0018, 0x1164),
-    "FlipAngle": (0x0018, 0x1314),
-    "EffectiveEchoTime": (0x0018, 0x9082),
-    "DiffusionBValue": (0x0018, 0x9087),
     "SeriesInstanceUID": (0x0020, 0x000E),
     "SeriesNumber": (0x0020, 0x0011),
-    "AcquisitionNumber": (0x0020, 0x0012),
     "ImagePositionPatient": (0x0020, 0x0032),
     "ImageOrientationPatient": (0x0020, 0x0037),
     "FrameOfReferenceUID": (0x0020, 0x0052),
-    "TemporalPositionIdentifier": (0x0020, 0x0100),
-    "StackID": (0x0020, 0x9056),
-    "TemporalPositionIndex": (0x0020, 0x9128),
-    "NominalCardiacTriggerDelayTime": (0x0020, 0x9153),
     "SamplesPerPixel": (0x0028, 0x0002),
     "PhotometricInterpretation": (0x0028, 0x0004),
     "NumberOfFrames": (0x0028, 0x0008),
@@ -299,9 +273,7 @@ TAGS: Mapping[str, Tag] = {
     "RescaleType": (0x0028, 0x1054),
     "ModalityLUTSequence": (0x0028, 0x3000),
     "Units": (0x0054, 0x1001),
-    "FrameReferenceTime": (0x0054, 0x1300),
     "SegmentationType": (0x0062, 0x0001),
-    "GridFrameOffsetVector": (0x3004, 0x000C),
     "DoseGridScaling": (0x3004, 0x000E),
     "SharedFunctionalGroupsSequence": (0x5200, 0x9229),
     "PerFrameFunctionalGroupsSequence": (0x5200, 0x9230),
@@ -312,23 +284,8 @@ GROUPS: Mapping[str, Tag] = {
     "ImageOrientationPatient": (0x0020, 0x9116),
     **dict.fromkeys(("PixelSpacing", "SpacingBetweenSlices", "SliceThickness"), (0x0028, 0x9110)),
     **dict.fromkeys(("RescaleIntercept", "RescaleSlope", "RescaleType"), (0x0028, 0x9145)),
-    **dict.fromkeys(("TemporalPositionIndex", "StackID"), (0x0020, 0x9111)),
-    "DiffusionBValue": (0x0018, 0x9117),
-    "EffectiveEchoTime": (0x0018, 0x9114),
-    "NominalCardiacTriggerDelayTime": (0x0018, 0x9118),
-    "FrameType": (0x0018, 0x9226),
 }
 """The functional group, a sequence, of each element in an enhanced file."""
-
-STATES = (
-    *("TemporalPositionIdentifier", "TemporalPositionIndex", "TriggerTime", "NominalCardiacTriggerDelayTime"),
-    *("DiffusionBValue", "EchoTime", "EffectiveEchoTime", "InversionTime", "FlipAngle", "SequenceName", "StackID"),
-    *("FrameReferenceTime", "AcquisitionNumber", "ImageType", "FrameType"),
-)
-"""Elements that distinguish images at one place: time, diffusion weighting, echo, kind of image."""
-
-BINARY = {"TemporalPositionIndex", "DiffusionBValue", "EffectiveEchoTime", "NominalCardiacTriggerDelayTime"}
-"""The elements of `STATES` that are binary numbers."""
 
 UNITS = ("FrameOfReferenceUID", "Units", "RescaleType")
 """Elements that define the meaning of positions and values; a volume has one value of each."""

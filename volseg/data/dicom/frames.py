@@ -13,15 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from volseg.data.dicom.elements import (
-    BINARY,
     GROUPS,
     OVERLAY_BITS,
-    STATES,
     TAGS,
     UNITS,
     Header,
     Item,
     Pixels,
+    decode_text,
     parse_numbers,
 )
 from volseg.errors import ReaderError
@@ -46,8 +45,8 @@ class Stored:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of a stored value, in the byte order of this machine."""
-        return np.dtype(f"{'i' if self.is_signed else 'u'}{self.allocated // 8}")
+        """The type of a stored value."""
+        return np.dtype(f"<{'i' if self.is_signed else 'u'}{self.allocated // 8}")
 
     @property
     def voxels(self) -> int:
@@ -109,6 +108,7 @@ def _require_grey(header: Header) -> None:
         ),
         "maps its stored values by a table (ModalityLUTSequence), which is not read; convert the series by a program "
         "that applies the table": bool(top.elements.get(TAGS["ModalityLUTSequence"])),
+        "is a dose (DoseGridScaling), which is not read; convert it to NIfTI": bool(top.value(TAGS["DoseGridScaling"])),
         f"is a {kind} DICOM segmentation; convert it to a label map, for example in NIfTI": kind
         in ("BINARY", "FRACTIONAL"),
     }
@@ -128,12 +128,12 @@ def _read_count(header: Header, keyword: str, default: int | None = None) -> int
             f"{header.path} needs a number of two bytes in DICOM tag ({tag[0]:04x},{tag[1]:04x}), {keyword}, "
             f"but has {value[:8]!r}; it is damaged, or no image"
         )
-    return int.from_bytes(value, header.top.order)
+    return int.from_bytes(value, "little")
 
 
 def _read_overlays(header: Header) -> int:
     values = (header.top.value(tag) for tag in OVERLAY_BITS)
-    positions = {int.from_bytes(value, header.top.order) for value in values if len(value) == 2}
+    positions = {int.from_bytes(value, "little") for value in values if len(value) == 2}
     return sum(1 << position for position in positions if position)
 
 
@@ -168,8 +168,6 @@ class Frame:
     intercept: float
     units: Mapping[str, str]
     """Elements that give positions and values their meaning, by keyword."""
-    states: Mapping[str, str]
-    """Elements that may tell the image from another one at its place, by keyword."""
 
     def __str__(self) -> str:
         return self.file.name if self.stored.frames == 1 else f"{self.file.name} (frame {self.index + 1})"
@@ -185,15 +183,14 @@ def list_frames(header: Header) -> list[Frame]:
     """
     stored = describe_stored(header)
     described, shared = (header.top.items(TAGS[f"{kind}FunctionalGroupsSequence"]) for kind in ("PerFrame", "Shared"))
-    offsets = _list_dose_offsets(header, stored.frames)
-    if not offsets and len(described) != stored.frames and (described or stored.frames > 1):
+    if len(described) != stored.frames and (described or stored.frames > 1):
         raise ReaderError(
             f"{header.path} holds {stored.frames} frames, and its PerFrameFunctionalGroupsSequence has "
             f"{len(described)} items; a volume needs the position of each frame. Convert the file to NIfTI by a tool "
             "for its kind"
         )
     return [
-        _Elements(header, stored, index, (*described[index : index + 1], *shared)).describe(offsets)
+        _Elements(header, stored, index, (*described[index : index + 1], *shared)).describe()
         for index in range(stored.frames)
     ]
 
@@ -207,8 +204,8 @@ class _Elements:
     index: int
     groups: tuple[Item, ...]
 
-    def describe(self, offsets: tuple[float, ...]) -> Frame:
-        """Return the frame, moved along its normal by its offset, if the file has offsets."""
+    def describe(self) -> Frame:
+        """Return the frame."""
         why = "without it a slice has no place in the patient"
         orientation = self.numbers("ImageOrientationPatient", 6, why)
         position = self.numbers("ImagePositionPatient", 3, why)
@@ -219,17 +216,14 @@ class _Elements:
                 f"{self} has the ImageOrientationPatient {list(orientation)}; needed: two perpendicular directions of "
                 "length 1. Correct the header"
             )
-        if offsets:
-            position = tuple((position + offsets[self.index] * np.cross(right, down)).tolist())
         at_detector = "and the ImagerPixelSpacing of the file is measured at the detector, not in the patient"
         why = at_detector if self.find("ImagerPixelSpacing") else "without it a voxel has no size"
         spacing = self.numbers("PixelSpacing", 2, why)
         if min(spacing) <= 0:
             raise ReaderError(f"{self} has the PixelSpacing {list(spacing)} mm; needed: two numbers above 0")
-        slope_keyword = "DoseGridScaling" if self.find("DoseGridScaling") else "RescaleSlope"
-        slope = self.scale(slope_keyword, 1.0)
+        slope = self.scale("RescaleSlope", 1.0)
         if slope == 0:
-            raise ReaderError(f"{self} has a {slope_keyword} of 0, which makes all its voxels alike")
+            raise ReaderError(f"{self} has a RescaleSlope of 0, which makes all its voxels alike")
         return Frame(
             file=self.header.path,
             index=self.index,
@@ -241,7 +235,6 @@ class _Elements:
             slope=slope,
             intercept=self.scale("RescaleIntercept", 0.0),
             units={keyword: text for keyword in UNITS if (text := self.format(keyword))},
-            states={keyword: text for keyword in STATES if (text := self.format(keyword))},
         )
 
     def find(self, keyword: str) -> bytes:
@@ -280,28 +273,7 @@ class _Elements:
 
     def format(self, keyword: str) -> str:
         """Return an element as text, cut to 80 characters."""
-        return self.header.top.format(self.find(keyword), is_binary=keyword in BINARY)[:80]
+        return decode_text(self.find(keyword))[:80]
 
     def __str__(self) -> str:
         return f"{self.header.path}{f' (frame {self.index + 1})' if self.stored.frames > 1 else ''}"
-
-
-def _list_dose_offsets(header: Header, frames: int) -> tuple[float, ...]:
-    """Return the distance of each frame of a dose from the first one along the normal, in mm; () if it is no dose."""
-    value = header.top.value(TAGS["GridFrameOffsetVector"])
-    if not value or frames == 1:
-        return ()
-    offsets = parse_numbers(value)
-    if offsets is not None and len(offsets) == frames:
-        if offsets[0] == 0:
-            return offsets
-        position, directions = (
-            parse_numbers(header.top.value(TAGS[f"Image{kind}Patient"])) for kind in ("Position", "Orientation")
-        )
-        is_upright = directions in ((1, 0, 0, 0, 1, 0), (-1, 0, 0, 0, -1, 0))
-        if is_upright and position is not None and offsets[0] == position[-1]:  # heights in the patient
-            return tuple(offset - offsets[0] for offset in offsets)
-    raise ReaderError(
-        f"{header.path} needs {frames} numbers in GridFrameOffsetVector, the first of them 0, or the height of the "
-        f"first frame if the dose is upright, but has {header.top.format(value)[:80]!r}; convert the dose to NIfTI"
-    )

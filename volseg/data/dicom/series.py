@@ -23,19 +23,8 @@ KEYWORDS = (
 )
 """Elements that identify and describe a series."""
 
-DERIVED = {
-    "SEG": "a segmentation",
-    "RTSTRUCT": "a structure set",
-    "RTDOSE": "a dose",
-    "RTPLAN": "a plan",
-    "RTIMAGE": "a portal image",
-    "SR": "a report",
-    "DOC": "a document",
-    "PR": "a presentation state",
-    "KO": "a note",
-    "REG": "a registration",
-}
-"""Modalities of objects derived from images."""
+DERIVED = frozenset({"SEG", "RTSTRUCT", "RTDOSE", "RTPLAN", "RTIMAGE", "SR", "DOC", "PR", "KO", "REG"})
+"""Modalities of objects derived from images: segmentations, structure sets, doses, plans, reports, and so on."""
 
 SCOUT = re.compile(r"\b(scout|locali[sz]er|topogram|surview|survey|scanogram)s?\b", re.IGNORECASE)
 UTF_8 = "ISO_IR 192"
@@ -201,7 +190,7 @@ def _classify(headers: Sequence[Item], modality: str, description: str) -> str:
         return any(TAGS[keyword] in header.elements for header in headers for keyword in keywords)
 
     if modality in DERIVED:
-        return DERIVED[modality]
+        return f"derived from images ({modality})"
     if not has("Rows"):
         return "no image"
     if all("LOCALIZER" in header.text(TAGS["ImageType"]).split("\\") for header in headers):

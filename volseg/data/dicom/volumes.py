@@ -17,13 +17,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from monai.data import MetaTensor
 
-from volseg.data.dicom.elements import BIG_ENDIAN, IMPLICIT, SEQUENCE_END, TAGS, Header, Tag
+from volseg.data.dicom.elements import IMPLICIT, SEQUENCE_END, TAGS, Header, Tag
 from volseg.data.dicom.frames import Frame, Stored, list_frames
 from volseg.data.dicom.series import list_slices, require_header
 from volseg.data.itk import lps_to_ras, simpleitk
 from volseg.data.volume import as_volume, require_held, require_memory
 from volseg.errors import DamagedFileError, ReaderError
-from volseg.formatting import list_some
 
 
 def read_dicom_series(path: Path) -> MetaTensor:
@@ -158,7 +157,13 @@ def _measure_step(frames: Sequence[Frame], along: np.ndarray, normal: np.ndarray
     gaps = np.diff(along)
     apart = gaps > SAME_PLACE * min(frames[0].spacing)
     if not apart.all():
-        raise _explain_doubled(frames, np.split(np.arange(len(frames)), np.flatnonzero(apart) + 1))
+        first = int(apart.argmin())
+        one, other = frames[first : first + 2]
+        raise ReaderError(
+            f"{one.file.parent}: {len(frames)} slices lie at {apart.sum() + 1} place(s) along their normal, a volume "
+            f"needs one at each: {one} lies at {list(one.position)} mm and {other} at {list(other.position)} mm. Put "
+            "each time, b-value or echo into a folder of its own, for example by dcm2niix; take out duplicates"
+        )
     step: np.ndarray = (positions[-1] - positions[0]) / (len(frames) - 1)
     even = positions[0] + np.arange(len(frames))[:, None] * step
     away = np.linalg.norm(positions - even, axis=1)
@@ -173,25 +178,7 @@ def _measure_step(frames: Sequence[Frame], along: np.ndarray, normal: np.ndarray
     return step
 
 
-def _explain_doubled(frames: Sequence[Frame], places: Sequence[np.ndarray]) -> ReaderError:
-    """Return the error for frames that share a place along the normal, from the frames of each place."""
-    place = next(place for place in places if len(place) > 1)
-    one, other = (frames[index] for index in place[:2])
-    states = [frames[index].states for index in place]
-    differ = [
-        f"{name} ({list_some([*dict.fromkeys(state.get(name, 'none') for state in states)])})"
-        for name in {name: None for state in states for name in state}
-        if len({state.get(name) for state in states}) > 1
-    ]
-    apart = f"they differ in {'; '.join(differ)}" if differ else "no known tag tells them apart"
-    return ReaderError(
-        f"{one.file.parent}: {len(frames)} slices lie at {len(places)} place(s) along their normal, a volume needs one "
-        f"at each: {one} lies at {list(one.position)} mm and {other} at {list(other.position)} mm, and {apart}. Put "
-        "each time, b-value or echo into a folder of its own, for example by dcm2niix; take out duplicates"
-    )
-
-
-PLAIN = (IMPLICIT, "1.2.840.10008.1.2.1", BIG_ENDIAN)
+PLAIN = (IMPLICIT, "1.2.840.10008.1.2.1")
 """Transfer syntaxes without compression."""
 
 SECONDARY_CAPTURE = "1.2.840.10008.5.1.4.1.1.7"
@@ -210,7 +197,7 @@ def read_stored(header: Header, stored: Stored) -> np.ndarray:
         If a value takes more bits than the header declares.
     """
     read = (_read_plain if header.syntax in PLAIN else _decompress)(header, stored)
-    raw = read.view(f"u{stored.allocated // 8}")
+    raw = read.view(f"<u{stored.allocated // 8}")
     spare = stored.allocated - stored.bits
     if spare == 0:
         return raw.view(stored.dtype)
@@ -241,10 +228,7 @@ def _read_plain(header: Header, stored: Stored) -> np.ndarray:
             f"{header.path} holds {held} bytes of pixels, and {stored.frames} frame(s) of {stored.rows} rows of "
             f"{stored.columns} voxels of {stored.allocated} bits take {needed}; the header is damaged, fetch it again"
         )
-    order = ">" if header.top.order == "big" else "<"
-    if size == 1 and order == ">" and pixels.kind == b"OW":  # two voxels make a word
-        content = np.frombuffer(content, ">u2").astype("<u2").tobytes()
-    read = np.frombuffer(content, f"{order}u{size}", stored.voxels).astype(f"u{size}", copy=False)
+    read = np.frombuffer(content, f"<u{size}", stored.voxels)
     return read.reshape(stored.frames, stored.rows, stored.columns)
 
 

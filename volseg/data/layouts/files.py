@@ -3,8 +3,8 @@
 In MSD's layout the file lists the files of each case. The reader tolerates differences of the ten real tasks (a count
 that is off by one, misspelt keys, strings beside dicts, blanks, macOS' ``._`` files). It is strict about errors that
 would spoil a training: labels, channels, ids and files. nnU-Net's first version writes the same list, for images stored
-as ``CASE_0000.nii.gz``, ``CASE_0001.nii.gz`` ... Its second version may list files anywhere, under ``dataset``; without
-this key its folders are read as pairs (`volseg.data.layouts.pairs`).
+as ``CASE_0000.nii.gz``, ``CASE_0001.nii.gz`` ... The folders of its second version are read as pairs
+(`volseg.data.layouts.pairs`); a list of files under ``dataset`` is refused.
 
 References
 ----------
@@ -13,7 +13,7 @@ References
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from volseg.data.cases import Case, Task
 from volseg.data.dicom.labels import find_dicom_label
 from volseg.data.layouts.declared import make_task, note_columns, read_channel_names, read_labelled, read_regions
-from volseg.data.layouts.naming import group_channels, image_of, log_once, number_channels
+from volseg.data.layouts.naming import image_of, log_once, number_channels
 from volseg.data.readers import list_case_files, list_files, match_suffix, stem
 from volseg.errors import DataError
 from volseg.files import require_text
@@ -166,23 +166,19 @@ def _drop_absent(test: Sequence[Case], source: Path) -> list[Case]:
 
 
 def load_listed(manifest: Path, declared: Mapping[str, Any], *, require_files: bool) -> Task:
-    """Return the task whose cases ``dataset.json`` lists; see `volseg.data.layouts.load_task`.
-
-    The list is ``training`` (MSD's, with ``test``), or nnU-Net's mapping ``dataset``.
-    """
+    """Return the task whose cases ``dataset.json`` lists; see `volseg.data.layouts.load_task`."""
+    if "training" not in declared:
+        raise DataError(
+            f"{manifest} lists its cases under 'dataset', which is not read; list them in a table (CSV), or under "
+            "'training' as MSD does"
+        )
     modalities = read_channel_names(declared, manifest)
     labels = read_regions(declared, manifest)
     columns: dict[str, dict[str, str]] = {}
     read = partial(_read_cases, manifest=manifest, num_channels=len(modalities), labels=labels.labels, columns=columns)
-    if "training" in declared:
-        training = read(_list_entries(declared, "training", manifest), fields=("image", "label"), locate=join_inside)
-        test = read(_list_entries(declared, "test", manifest), fields=("image",), locate=join_inside)
-        log_counts(declared, {"training": training, "test": test}, manifest)
-    else:
-        training = read(_list_mapping(declared["dataset"], manifest), fields=("image", "label"), locate=_expand)
-        unlabelled = manifest.parent / "imagesTs"
-        test = group_channels(list_images(unlabelled), modalities) if unlabelled.is_dir() else []
-        log_counts(declared, {"training": training}, manifest, logging.WARNING)
+    training = read(_list_entries(declared, "training", manifest), fields=("image", "label"))
+    test = read(_list_entries(declared, "test", manifest), fields=("image",))
+    log_counts(declared, {"training": training, "test": test}, manifest)
     cases = sort_cases(training, test, manifest, require_files=require_files)
     return make_task(manifest, declared, modalities, labels, cases, columns)
 
@@ -200,28 +196,10 @@ def _list_entries(declared: Mapping[str, Any], key: str, manifest: Path) -> Entr
     return [(f"{manifest}, {key}[{index}]", entry) for index, entry in enumerate(entries)]
 
 
-def _list_mapping(listed: Any, manifest: Path) -> Entries:
-    """Return the entries of nnU-Net's ``dataset``, with the fields of MSD's."""
-    if not isinstance(listed, dict):
-        raise DataError(f"{manifest}: 'dataset' should map each case to its files, got {type(listed).__name__}")
-    named = []
-    for name, files in listed.items():
-        where = f"{manifest}, dataset[{name!r}]"
-        if not isinstance(files, dict) or not isinstance(files.get("images"), list):
-            raise DataError(f"{where} should name 'images', a list, and 'label', got {files!r}")
-        named.append((where, {**files, "case": name, "image": files["images"]}))
-    return named
-
-
-Locate = Callable[[Path, str, str], Path]
-"""Joins a declared path to a folder; the last text names its place in the manifest."""
-
-
 def _read_cases(
     entries: Entries,
     *,
     fields: Sequence[str],
-    locate: Locate,
     manifest: Path,
     num_channels: int,
     labels: Mapping[int, str],
@@ -232,14 +210,14 @@ def _read_cases(
     for where, files in entries:
         if not isinstance(files, dict) or not all(_are_named(files.get(field), field) for field in fields):
             raise DataError(f"{where} should name {' and '.join(fields)}, got {files!r}")
-        image = _locate_image(files["image"], manifest.parent, where, num_channels, locate)
+        image = _locate_image(files["image"], manifest.parent, where, num_channels)
         if list_files(image)[0].name.startswith("._"):  # macOS adds one for each file of an archive
             continue
         case: Case = {"case": _name_case(files, image, manifest.parent, where), "image": image}
         if (labelled := read_labelled(files.get("labelled"), labels, where)) is not None:
             case["labelled"] = labelled
         if "label" in fields:
-            case["label"] = locate(manifest.parent, files["label"], where)
+            case["label"] = join_inside(manifest.parent, files["label"], where)
             note_columns(files, case["case"], columns)
         cases.append(case)
     return cases
@@ -251,16 +229,14 @@ def _are_named(value: Any, field: str) -> bool:
     return all(isinstance(path, str) for path in listed)
 
 
-def _locate_image(
-    named: str | Sequence[str], folder: Path, where: str, num_channels: int, locate: Locate
-) -> Path | tuple[Path, ...]:
+def _locate_image(named: str | Sequence[str], folder: Path, where: str, num_channels: int) -> Path | tuple[Path, ...]:
     if not isinstance(named, str):
         if len(named) not in {1, num_channels}:
             raise DataError(
                 f"{where} names {len(named)} image files; needed: one for each of {num_channels} channel(s)"
             )
-        return image_of([locate(folder, path, where) for path in named])
-    path = locate(folder, named, where)
+        return image_of([join_inside(folder, path, where) for path in named])
+    path = join_inside(folder, named, where)
     ending = path.name[len(stem(path)) :]
     channels = [path.with_name(f"{stem(path)}_{number:04d}{ending}") for number in range(num_channels)]
     return image_of(channels) if not path.exists() and channels[0].exists() else path
@@ -285,8 +261,3 @@ def log_counts(
         count = declared.get(f"num{key.capitalize()}", len(found))
         if count != len(found):
             log_once(f"{manifest}: num{key.capitalize()} is {count}, but {len(found)} cases were found", level)
-
-
-def _expand(folder: Path, path: str, _: str) -> Path:
-    """Return a path as nnU-Net resolves it: anywhere, with environment variables, relative to the data set's folder."""
-    return Path(os.path.abspath(folder / os.path.expandvars(path)))
