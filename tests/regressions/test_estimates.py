@@ -60,7 +60,7 @@ def build() -> nn.Module:
 
 
 def plan(net: nn.Module, side: int = 16) -> StepPlan:
-    return volseg.plan(net, (1, 1, side, side, side), devices=1, gpu="v100-16")
+    return volseg.plan(net, (1, 1, side, side, side), gpus=1, gpu="v100-16")
 
 
 def test_random_numbers_go_on_as_if_nothing_had_been_followed() -> None:

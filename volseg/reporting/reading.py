@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from volseg.config.yaml_values import parse_yaml
@@ -156,7 +155,7 @@ def read_run(folder: str | Path) -> RunRecord:
     if status is None:
         missing.append(f"No state: {_find_reason(folder / run_files.STATUS)}.")
     scores = read_scores(folder / "validation" / "summary.json", task, missing)
-    overlays = _find_overlays(folder / OVERLAYS, missing)
+    overlays = {file.stem: file for file in sorted((folder / OVERLAYS).glob("*.png"))}
     if scores is not None and not overlays:
         missing.append(f"No pictures of cases: {OVERLAYS.as_posix()} is not there; it is written at a training's end.")
     return RunRecord(
@@ -263,20 +262,6 @@ def _read_metrics(of: Mapping[str, Any]) -> dict[str, float]:
         name: math.inf if value is None and in_one and name in DISTANCES else read_number(value)
         for name, value in of.items()
     }
-
-
-def _find_overlays(folder: Path, missing: list[str]) -> dict[str, Path]:
-    """Return the picture of each case that has one, and that can be opened."""
-    found = {}
-    for file in sorted(folder.glob("*.png")):
-        try:
-            with Image.open(file) as image:
-                image.load()
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as fault:  # Pillow's for damaged files
-            missing.append(f"No picture of {file.stem}: {OVERLAYS.as_posix()}/{file.name} cannot be read ({fault}).")
-        else:
-            found[file.stem] = file
-    return found
 
 
 def read_number(value: Any) -> float:
