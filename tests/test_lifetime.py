@@ -1,19 +1,7 @@
-"""How old a process is, to who counts all of it, and how it begins anew."""
+"""How a process begins anew."""
 
 import subprocess
 import sys
-import time
-
-from volseg.lifetime import count_from_beginning, take_age
-
-
-def test_only_one_piece_of_work_gets_the_seconds_since_its_process_began():
-    assert take_age() == 0  # a notebook may do something else
-    begun = time.monotonic()
-    count_from_beginning()
-    time.sleep(0.01)
-    assert 0.01 <= take_age() <= time.monotonic() - begun
-    assert take_age() == 0
 
 
 def test_a_process_with_no_descriptor_left_begins_anew():
