@@ -117,7 +117,7 @@ def init(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a config with every key explained."""
-    from volseg.experiment.configuring import init_config
+    from volseg.experiment.configuring import init_config  # imports torch: not for --help
 
     config = init_config(output, data=data, like=like, minimal=minimal, overwrite=overwrite)
     ways = (
