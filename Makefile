@@ -67,8 +67,16 @@ test-kernels: $(if $(READY),$(INTERPRETER))
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(TESTER) -m pytest -q -n $(WORKERS) -m kernels $(call naming,mark\.kernels|with_kernels)
 
 # What `volseg view` puts into its pages: NiiVue, fetched by npm and compared with its SHA-512. Wheels built here hold it.
-viewer: $(INSTALLED)
-	$(BIN)/python -m volseg.reporting.viewer
+NIIVUE := 0.69.0
+NIIVUE_SHA512 := 60c8d0bc9803d56d9bec3ba8c64c250b85716eb80878f449e6ac90cd72b18b6bf6301560dbce4ffc2210ca0e3aa030c60c871a3656ddf8c86d3bf79d31b5c990
+viewer:
+	rm -rf build/niivue && mkdir -p build/niivue
+	cd build/niivue && npm pack --ignore-scripts @niivue/niivue@$(NIIVUE)
+	cd build/niivue && mv *.tgz package.tgz && echo "$(NIIVUE_SHA512)  package.tgz" | sha512sum --check
+	tar -xzf build/niivue/package.tgz -C build/niivue package/dist/niivue.umd.js
+	(echo "/*! @niivue/niivue $(NIIVUE), BSD-2-Clause"; echo; cat volseg/reporting/niivue.LICENSE; echo "*/"; \
+		cat build/niivue/package/dist/niivue.umd.js) > build/niivue/niivue.js
+	mv build/niivue/niivue.js volseg/reporting/niivue.js
 
 # Built, installed into an environment of its own, and used from an empty folder.
 wheel: $(INSTALLED)

@@ -105,7 +105,7 @@ def use(scripts: Path, folder: Path) -> None:
     assert "<h1>" in (folder / "first" / "report.html").read_text(encoding="utf-8")  # by the wheel's templates
     has_viewer = (ROOT / VIEWER).is_file()
     viewed = run(volseg, "view", "first", "--no-open", folder=folder, status=0 if has_viewer else 1)
-    assert ("first/view.html" if has_viewer else "-m volseg.reporting.viewer") in viewed, viewed
+    assert ("first/view.html" if has_viewer else "make viewer") in viewed, viewed
     for command in (line.strip() for line in said.splitlines() if " train " in line and "--resume" not in line):
         refused = run(volseg, "train", command.split(" train ")[1].split()[0], folder=folder, status=1)
         assert "Task04_Hippocampus" in refused, f"{command}: {refused}"  # the config is found, by its name or its path

@@ -1,3 +1,5 @@
+# ruff: noqa: F401  (imports for type checkers)
+# mypy: implicit-reexport
 """Train 3D medical segmentation networks; several GPUs behave as one large one.
 
 Whole experiments, from a YAML file: `load_config`, `train`, `cross_validate`, `validate`, `predict`.
@@ -17,8 +19,7 @@ from volseg.version import __version__
 
 TYPE_CHECKING = False  # typing is not imported: it takes longer to import than this package
 if TYPE_CHECKING:
-    from volseg import experiment as experiment
-    from volseg import parallel as parallel
+    from volseg import experiment, parallel
     from volseg.config.loading import load_config
     from volseg.data.layouts import load_task
     from volseg.data.readers import read_volume
@@ -40,61 +41,33 @@ if TYPE_CHECKING:
     from volseg.parallel import FastKernels, ModelParallel
     from volseg.workflow import Checkpoints, Hook, Named, Patience, Testing, Training, Validation
 
-__all__ = [
-    "Checkpoints",
-    "FastKernels",
-    "Hook",
-    "ModelParallel",
-    "Named",
-    "Patience",
-    "Predictor",
-    "Progress",
-    "TensorBoard",
-    "Testing",
-    "Training",
-    "TrainingLog",
-    "Validation",
-    "VolsegError",
-    "__version__",
-    "build_network",
-    "cross_validate",
-    "evaluate_folders",
-    "load",
-    "load_components",
-    "load_config",
-    "load_task",
-    "make_task",
-    "plan",
-    "predict",
-    "read_volume",
-    "register",
-    "train",
-    "validate",
-]
-
-_HOMES = {
-    "FastKernels": "volseg.parallel",
-    "ModelParallel": "volseg.parallel",
-    "Predictor": "volseg.inference.predictor",
-    "Progress": "volseg.monitoring.progress",
-    "TensorBoard": "volseg.monitoring.loggers",
-    "TrainingLog": "volseg.monitoring.training_log",
-    "VolsegError": "volseg.errors",
-    "build_network": "volseg.models.networks",
-    "cross_validate": "volseg.experiment.cross_validation",
-    "evaluate_folders": "volseg.evaluation.folders",
-    "load": "volseg.experiment.prediction.loaded",
-    "load_components": "volseg.experiment.own_components",
-    "load_config": "volseg.config.loading",
-    "load_task": "volseg.data.layouts",
-    "make_task": "volseg.data.synthetic",
-    "plan": "volseg.estimate",
-    "predict": "volseg.experiment.prediction.predicting",
-    "read_volume": "volseg.data.readers",
-    "register": "volseg.experiment.own_components",
-    "train": "volseg.experiment.training",
-    "validate": "volseg.experiment.validating",
+_MODULES = {
+    "config.loading": "load_config",
+    "data.layouts": "load_task",
+    "data.readers": "read_volume",
+    "data.synthetic": "make_task",
+    "errors": "VolsegError",
+    "estimate": "plan",
+    "evaluation.folders": "evaluate_folders",
+    "experiment.cross_validation": "cross_validate",
+    "experiment.own_components": "load_components register",
+    "experiment.prediction.loaded": "load",
+    "experiment.prediction.predicting": "predict",
+    "experiment.training": "train",
+    "experiment.validating": "validate",
+    "inference.predictor": "Predictor",
+    "models.networks": "build_network",
+    "monitoring.loggers": "TensorBoard",
+    "monitoring.progress": "Progress",
+    "monitoring.training_log": "TrainingLog",
+    "parallel": "FastKernels ModelParallel",
+    "workflow": "Checkpoints Hook Named Patience Testing Training Validation",
 }
+"""Public names by their module."""
+
+_HOMES = {name: f"volseg.{module}" for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = sorted([*_HOMES, "__version__"])
 
 name_user()
 
@@ -107,9 +80,9 @@ if not TYPE_CHECKING:  # otherwise a type checker accepts any name as an attribu
     def __getattr__(name):
         if name in _PACKAGES:
             return import_late(f"volseg.{name}")
-        if name not in __all__:
+        if name not in _HOMES:
             raise AttributeError(_explain_absence(name))
-        return getattr(import_late(_HOMES.get(name, "volseg.workflow")), name)
+        return getattr(import_late(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

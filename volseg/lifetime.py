@@ -37,22 +37,6 @@ _before_last_words: list[Callable[[], object]] = []
 _shape: Callable[[str], str] | None = None
 
 
-_begun: float | None = None
-
-
-def count_from_beginning() -> None:
-    """Start to count the age of this process, which does one piece of work."""
-    global _begun
-    _begun = time.monotonic()
-
-
-def take_age() -> float:
-    """Return the seconds since `count_from_beginning` to the first caller; 0.0 to later ones, and in a notebook."""
-    global _begun
-    begun, _begun = _begun, None
-    return 0.0 if begun is None else time.monotonic() - begun
-
-
 def end_with_launcher() -> None:
     """Have this process receive SIGTERM when its launcher ends for any reason.
 

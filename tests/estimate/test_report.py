@@ -128,25 +128,13 @@ def test_names_are_found_however_they_are_written() -> None:
     [
         ("p3.4xlarge", r"'p3.4xlarge' \(did you mean .*p3\.\d+xlarge.*number of GPUs"),
         ("p4d.12xlarge", r"'p4d\.12xlarge' \(did you mean .*p4d\.24xlarge"),
+        ("p4d", r"'p4d' \(known: p4d\.24xlarge\)"),
         ("frobnicate", r"'frobnicate' \(known: g4dn\.12xlarge"),
     ],
 )
 def test_an_unknown_machine_names_the_nearest(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         get_instance(name)
-
-
-def test_a_family_of_one_machine_stands_for_it_and_of_several_all_are_listed() -> None:
-    families = {name.partition(".")[0] for name in INSTANCES}
-    assert len(families) == 10
-    for family in families:
-        named = [name for name in INSTANCES if name.startswith(f"{family}.")]
-        if len(named) == 1:
-            assert get_instance(f" {family.upper()}").instance == named[0]
-            continue
-        with pytest.raises(ConfigError, match=rf"'{family}' is a family of {len(named)} machines: name one of") as told:
-            get_instance(family)
-        assert all(name in str(told.value) for name in named)
 
 
 def test_an_unknown_gpu_names_the_known() -> None:

@@ -159,8 +159,6 @@ def test_what_was_measured_is_taken_leaves_no_other_trace_and_stays(configured, 
     assert written["shape"] == [2, 1, 16, 16, 16]
     assert "they are for GPUs" in written["refused"]["fast"]
     assert outcome.folder.config().training.kernels == "measured"
-    report = outcome.folder.report_file.read_text(encoding="utf-8")
-    assert "compiled" in report.partition("Kernels")[2].partition("##")[0]
 
     times["compiled"], times["torch"] = 20.0, 1.0
     asked.clear()

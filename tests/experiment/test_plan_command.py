@@ -261,9 +261,7 @@ PLAIN, SHAPE = torch.nn.Conv3d(1, 2, 3), (1, 1, 16, 16, 16)
         (PLAIN, SHAPE[2:], {"gpu": "v100-16"}, r"\(B, C, D, H, W\), got \(16, 16, 16\)"),
         (PLAIN, SHAPE, {"gpu": "v100-16", "precision": "fp8"}, "got 'fp8'"),
         (PLAIN, SHAPE, {"gpu": "v100-16", "instance": "p3.2xlarge"}, "GPUs of its own"),
-        (PLAIN, SHAPE, {"instance": "p3.2xlarge", "devices": 2}, r"has 1 GPU\(s\)"),
         (PLAIN, SHAPE, {"instance": "p3.2xlarge", "gpus": 2}, r"gpus=2, and .* has 1 GPU\(s\)"),
-        (PLAIN, SHAPE, {"gpus": 2, "devices": [0]}, r"gpus=2 and devices=\[0\] were given"),
     ],
 )
 def test_volseg_plan_refuses_what_means_nothing(net, shape, named, message):
@@ -274,10 +272,9 @@ def test_volseg_plan_refuses_what_means_nothing(net, shape, named, message):
 def test_volseg_plan_leaves_the_network_as_it_is():
     net = torch.nn.Sequential(torch.nn.Conv3d(1, 4, 3, padding=1), torch.nn.BatchNorm3d(4), torch.nn.Conv3d(4, 2, 1))
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    plan = volseg.plan(net, (4, 1, 32, 32, 32), gpu="h200", devices=2)
+    plan = volseg.plan(net, (4, 1, 32, 32, 32), gpu="h200", gpus=2)
     assert plan.chosen is not None
     assert plan.report.num_gpus == 2
-    assert plan.to_json() == volseg.plan(net, (4, 1, 32, 32, 32), gpu="h200", gpus=2).to_json(), "as the command counts"
     assert plan.table().count("\n") > 3
     assert json.loads(plan.to_json())["fits"] is True
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)

@@ -23,7 +23,7 @@ from volseg.cli.training import training_app
 from volseg.errors import VolsegError
 from volseg.files import require_text
 from volseg.launched import OWN_LAUNCHER, Launch, read_launch
-from volseg.lifetime import count_from_beginning, end_at_exit, end_with_launcher, is_exit_others, say_last
+from volseg.lifetime import end_at_exit, end_with_launcher, is_exit_others, say_last
 from volseg.monitoring.console import add_to_logs, are_logs_json, close_bars, set_up_logs
 from volseg.signals import INTERRUPTED, describe_resume, unwinding_on_signals, use_default_handlers
 from volseg.streams import guard_streams, make_printable, show
@@ -98,7 +98,6 @@ def run_to_end() -> NoReturn:
 
 def main() -> None:
     """Run the command line."""
-    count_from_beginning()
     guard_streams()
     launch = read_launch()
     if launch is not None or OWN_LAUNCHER in os.environ:

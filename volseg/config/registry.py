@@ -118,8 +118,6 @@ class Registry(Mapping[str, Callable[..., Any]]):
         Name to class or function.
     group : str, optional
         Group of the entry points of installed packages: ``"volseg.networks"``.
-    explain : callable, optional
-        Returns why the table lacks a name that users may expect; ``""`` for other names.
 
     Examples
     --------
@@ -132,16 +130,10 @@ class Registry(Mapping[str, Callable[..., Any]]):
     """
 
     def __init__(
-        self,
-        kind: str,
-        components: Mapping[str, Callable[..., Any]] | None = None,
-        *,
-        group: str | None = None,
-        explain: Callable[[str], str] | None = None,
+        self, kind: str, components: Mapping[str, Callable[..., Any]] | None = None, *, group: str | None = None
     ) -> None:
         self.kind = kind
         self.group = group
-        self._explain = explain
         self._components = dict(components or {})
         self._sources: dict[str, Source] = {}
         self._loaded: dict[EntryPoint, Callable[..., Any]] = {}
@@ -152,9 +144,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
             return self._load(point)
         if name in self._components:
             return self._components[name]
-        reason = self._explain(name) if self._explain is not None else ""
-        hint = reason or f"{did_you_mean(name, self)}{self._name_ways()}"
-        raise ConfigError(f"no {self.kind} is called {name!r}; {hint}")
+        raise ConfigError(f"no {self.kind} is called {name!r}; {did_you_mean(name, self)}{self._name_ways()}")
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted({*self._components, *self._points()}))

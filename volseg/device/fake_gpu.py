@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,24 +82,18 @@ class _Emptying(TorchFunctionMode):
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-class GpuLike(Protocol):
-    """A kind of GPU."""
+@dataclass(frozen=True, kw_only=True)
+class GpuLike:
+    """What a trace must know of a kind of GPU."""
 
-    @property
-    def name(self) -> str:
-        """Name by its vendor."""
-
-    @property
-    def processors(self) -> int:
-        """Number of multiprocessors."""
-
-    @property
-    def memory(self) -> int:
-        """Memory in bytes."""
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """Compute capability, major and minor."""
+    name: str
+    """Name in CUDA, or of its vendor."""
+    memory: int
+    """Bytes that CUDA reports, fewer than the advertised size: the driver and error correction keep some."""
+    processors: int
+    """Number of multiprocessors."""
+    capability: tuple[int, int]
+    """Compute capability, major and minor."""
 
 
 @dataclass(frozen=True, slots=True)

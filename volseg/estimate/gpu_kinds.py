@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from volseg.config.nearest import did_you_mean
+from volseg.device.fake_gpu import GpuLike
 from volseg.errors import ConfigError
 from volseg.estimate.roofline import FULL, KernelClass, Peaks, RateTable, classify, name_dtype
 from volseg.estimate.trace import KernelRun
@@ -49,16 +50,9 @@ of halos between processes that both launch their kernels one by one; ``message`
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuKind:
+class GpuKind(GpuLike):
     """One kind of GPU."""
 
-    name: str
-    """Name in CUDA, or of its vendor."""
-    memory: int
-    """Bytes that CUDA reports, fewer than the advertised size: the driver and error correction keep some."""
-    processors: int
-    """Number of multiprocessors."""
-    capability: tuple[int, int]
     peaks: Peaks
     source: str
     """Source of these figures, with a date."""

@@ -66,28 +66,19 @@ INSTANCES: Mapping[str, Machine] = {
 
 
 def get_instance(name: str) -> Machine:
-    """Return a machine by its name, or by its family's name if the family has only one size.
+    """Return a machine by its name.
 
     Raises
     ------
     ConfigError
-        If a family has several sizes (lists them), or if the name is unknown (suggests the nearest).
-
-    Examples
-    --------
-    >>> get_instance("p4d").instance
-    'p4d.24xlarge'
+        If the name is unknown (suggests the nearest).
     """
     wanted = name.strip().lower()
     if wanted in INSTANCES:
         return INSTANCES[wanted]
-    family = [known for known in INSTANCES if known.split(".")[0] == wanted.split(".")[0]]
-    if family and "." not in wanted:
-        if len(family) == 1:
-            return INSTANCES[family[0]]
-        raise ConfigError(f"{name!r} is a family of {len(family)} machines: name one of {', '.join(family)}")
+    near = [known for known in INSTANCES if known.startswith(f"{wanted}.")] or INSTANCES
     raise ConfigError(
-        f"no machine is known by the name {name!r} ({did_you_mean(wanted, INSTANCES)}); for others give the number of "
+        f"no machine is known by the name {name!r} ({did_you_mean(wanted, near)}); for others give the number of "
         "GPUs and the memory of one"
     )
 

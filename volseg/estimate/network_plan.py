@@ -21,7 +21,7 @@ from volseg.estimate.fake_step.tracing import shorten
 from volseg.estimate.gpu_kinds import GpuKind, find_kind
 from volseg.estimate.instances import get_instance, get_links
 from volseg.estimate.planning import StepPlan, plan_work
-from volseg.parallel.devices import list_gpus, name_devices
+from volseg.parallel.devices import list_gpus
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
@@ -40,7 +40,6 @@ def plan(
     gpus: int | None = None,
     gpu: GpuKind | str | None = None,
     instance: str | None = None,
-    devices: int | Sequence[str | int | torch.device] | None = None,
     precision: str | torch.dtype = "auto",
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -61,8 +60,6 @@ def plan(
         Kind of the GPUs, such as ``v100-16``; `volseg.estimate.gpu_kinds.KINDS` lists them.
     instance : str, optional
         Instead of ``gpu``, a machine for rent, such as ``p3.8xlarge``.
-    devices : sequence, optional
-        Instead of ``gpus``, some GPUs of this machine; a number means ``gpus``.
     precision : str or torch.dtype
         ``fp32``, ``bf16``, ``fp16``, or ``auto``: bf16 if the GPU has units for it, else fp16.
     loss : callable, optional
@@ -92,9 +89,7 @@ def plan(
     >>> plan(net, (4, 1, 64, 64, 64), gpus=2, gpu="v100-16").chosen.candidate.num_gpus <= 2
     True
     """
-    if gpus is not None and devices is not None:
-        raise ParallelError(f"{gpus=} and {devices=} were given: give one of them, gpus for a number")
-    machine = _find_machine(devices if gpus is None else gpus, gpu, instance)
+    machine = _find_machine(gpus, gpu, instance)
     if len(shape) != 5 or not all(isinstance(side, int) and side > 0 for side in shape):
         raise ParallelError(f"shape is that of a step's images, (B, C, D, H, W), got {tuple(shape)}")
     work = describe_network(net, shape, dtype=_find_dtype(precision, machine.gpu), loss=loss, optimizer=optimizer)
@@ -120,12 +115,9 @@ def _find_dtype(precision: str | torch.dtype, gpu: GpuKind) -> torch.dtype:
     return PRECISIONS[precision]
 
 
-def _find_machine(
-    devices: int | Sequence[str | int | torch.device] | None, gpu: GpuKind | str | None, instance: str | None
-) -> Machine:
+def _find_machine(count: int | None, gpu: GpuKind | str | None, instance: str | None) -> Machine:
     if gpu is not None and instance is not None:
         raise ParallelError(f"gpu={gpu!r} and instance={instance!r} were given: an instance has GPUs of its own")
-    count = devices if isinstance(devices, int) else None
     if instance is not None:
         named = get_instance(instance)
         wanted = named.num_gpus if count is None else count
@@ -133,8 +125,7 @@ def _find_machine(
             raise ParallelError(f"gpus={wanted}, and {named.instance} has {named.num_gpus} GPU(s)")
         return replace(named, num_gpus=wanted)
     if gpu is None:
-        there = list_gpus() if devices is None or isinstance(devices, int) else name_devices(devices)
-        there = there[:count]
+        there = list_gpus()[:count]
         if not there or any(device.type != "cuda" for device in there):
             raise ParallelError(
                 "for which GPUs? None is visible here; name a kind by gpu='v100-16' with gpus=4, or a machine by "

@@ -5,7 +5,6 @@ network's own parameter. A DynUNet or ResEncUNet is planned for the patch and it
 `plan_topology`.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -70,18 +69,6 @@ class DynUNet(nets.DynUNet):
         return outputs
 
 
-def _explain_monai(name: str) -> str:
-    """Return why a network of MONAI is not offered; an empty text for spellings of offered names."""
-    if not isinstance(name, str) or not inspect.isclass(getattr(nets, name, None)):
-        return ""
-    if name.lower() in {offered.lower() for offered in NETWORKS}:  # MONAI's aliases DynUnet, Unet, basicunet
-        return ""
-    return (
-        f"monai.networks.nets.{name} is not offered, as it is no segmentation network from an image to logits, or "
-        "needs other packages; wrap it in a network of your own if you mean it"
-    )
-
-
 NETWORKS = Registry(
     "network",
     {
@@ -92,7 +79,6 @@ NETWORKS = Registry(
         "VNet": VNet,
     },
     group="volseg.networks",
-    explain=_explain_monai,
 )
 """Classes by name; add a custom network by ``volseg.register("network", name, component)``."""
 

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 from volseg.checkpointing.state import EpochRecord
-from volseg.lifetime import take_age
 from volseg.monitoring import run_files
 from volseg.monitoring.training_log import read_progress
 from volseg.parallel.processes.first_error import await_first_error, reporting_first_error
@@ -45,9 +44,8 @@ class Heartbeat(Hook):
 
     def __init__(self, *, every_seconds: float = EVERY_SECONDS) -> None:
         self._every_seconds = every_seconds
-        age = take_age()
-        self._begun, self._clock = time.time() - age, time.perf_counter() - age
-        self._spans: dict[str, float] = defaultdict(float, {"imports": age} if age else {})
+        self._begun, self._clock = time.time(), time.perf_counter()
+        self._spans: dict[str, float] = defaultdict(float)
         self._open: list[str] = []
         self._turned = time.perf_counter()
         self._earlier: tuple[run_files.RunPart, ...] = ()

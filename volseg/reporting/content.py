@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from volseg.commands import spell
 from volseg.formatting import format_moment
 from volseg.version import __version__
 
@@ -54,49 +53,21 @@ class Line:
     ys: Sequence[float]
     colour: int = 0
     """Index of the colour in the palette."""
-    dots: bool = False
-    """Whether to draw points instead of a line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A chart of lines over the epochs, or over another quantity."""
+    """A chart of lines over the epochs."""
 
     title: str
     lines: Sequence[Line]
-    unit: str = ""
-    over: str = "the epochs"
-    counts: bool = True
-    """Whether the horizontal axis has whole numbers."""
-    log: bool = False
-    """Whether the horizontal axis is logarithmic."""
-
-    @property
-    def series(self) -> list[Sequence[float]]:
-        """Values of each line."""
-        return [line.ys for line in self.lines]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Boxes:
-    """A box plot of a metric over cases or trials, with one box per label or choice."""
-
-    title: str
-    groups: Sequence[tuple[str, Sequence[tuple[str, float]]]]
-    """Name of the label or choice, and pairs of case or trial and value. Values that are not finite get a count."""
-    unit: str = ""
-
-    @property
-    def series(self) -> list[Sequence[float]]:
-        """Values of each group."""
-        return [[value for _, value in cases] for _, cases in self.groups]
 
 
 @dataclass(frozen=True, slots=True)
 class Charts:
     """Small charts side by side."""
 
-    charts: Sequence[Chart | Boxes]
+    charts: Sequence[Chart]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,10 +133,10 @@ class ReportContent:
     """Time and version of volseg that wrote the report."""
 
 
-def select_charts(charts: Sequence[Chart | Boxes], caption: str) -> list[Block]:
+def select_charts(charts: Sequence[Chart]) -> list[Block]:
     """Return a caption and the charts whose values vary; an empty list if no chart has such values."""
-    shown = [chart for chart in charts if any(len({*filter(math.isfinite, values)}) > 1 for values in chart.series)]
-    return [Text(caption), Charts(shown)] if shown else []
+    shown = [chart for chart in charts if any(len({*filter(math.isfinite, line.ys)}) > 1 for line in chart.lines)]
+    return [Text("Over the epochs, counted from 1."), Charts(shown)] if shown else []
 
 
 def list_sections(sections: Sequence[Section]) -> list[Section]:
@@ -222,7 +193,7 @@ class Composer:
         """
         last = [
             Section(title="Not shown", blocks=[Items(self._missing)] if self._missing else []),
-            Section(title="Next", blocks=[Commands([(what, spell(line)) for what, line in commands])]),
+            Section(title="Next", blocks=[Commands(commands)]),
         ]
         return ReportContent(
             sections=list_sections([*sections, *last]),

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from volseg.config.yaml_values import parse_yaml
@@ -113,8 +112,6 @@ class RunRecord:
     status: run_files.RunStatus | None
     memory: Mapping[str, Any] | None
     replanned: Mapping[str, Any] | None
-    kernels: Mapping[str, Any] | None
-    """Measurements of kernels, if the config asks for them."""
     told: Told
     scores: Scores | None
     overlays: Mapping[str, Path]
@@ -156,7 +153,7 @@ def read_run(folder: str | Path) -> RunRecord:
     if status is None:
         missing.append(f"No state: {_find_reason(folder / run_files.STATUS)}.")
     scores = read_scores(folder / "validation" / "summary.json", task, missing)
-    overlays = _find_overlays(folder / OVERLAYS, missing)
+    overlays = {file.stem: file for file in sorted((folder / OVERLAYS).glob("*.png"))}
     if scores is not None and not overlays:
         missing.append(f"No pictures of cases: {OVERLAYS.as_posix()} is not there; it is written at a training's end.")
     return RunRecord(
@@ -171,7 +168,6 @@ def read_run(folder: str | Path) -> RunRecord:
         status=status,
         memory=read_json(folder / "memory.json", missing, "how much memory the GPUs took", optional=True),
         replanned=read_json(folder / "replanned.json", missing, "what was out of memory", optional=True),
-        kernels=_read_kernels(folder, config, missing),
         told=read_json(folder / TOLD, missing, "cases left out and published results", kind=_TOLD, optional=True)
         or Told(),
         scores=scores,
@@ -265,20 +261,6 @@ def _read_metrics(of: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _find_overlays(folder: Path, missing: list[str]) -> dict[str, Path]:
-    """Return the picture of each case that has one, and that can be opened."""
-    found = {}
-    for file in sorted(folder.glob("*.png")):
-        try:
-            with Image.open(file) as image:
-                image.load()
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as fault:  # Pillow's for damaged files
-            missing.append(f"No picture of {file.stem}: {OVERLAYS.as_posix()}/{file.name} cannot be read ({fault}).")
-        else:
-            found[file.stem] = file
-    return found
-
-
 def read_number(value: Any) -> float:
     """Return a number of a file; NaN for null."""
     return math.nan if value is None else float(value)
@@ -313,9 +295,3 @@ def _read_split(file: Path, missing: list[str]) -> dict[str, Sequence[str]]:
     content = read_json(file, missing, "which cases trained and which validated", kind=_SPLIT)
     first = content[0] if content else {}
     return {kind: first.get(key, ()) for kind, key in (("training", "train"), ("validation", "val"))}
-
-
-def _read_kernels(folder: Path, config: Mapping[str, Any], missing: list[str]) -> Mapping[str, Any] | None:
-    if (config.get("training") or {}).get("kernels") != "measured":
-        return None  # a file that is there is of a time when they were
-    return read_json(folder / "kernels.json", missing, "which kernels were measured, and taken")

@@ -1,4 +1,4 @@
-"""Make sections of reports: scores by label and by case beside published ones, time, memory and kernels of a run."""
+"""Make sections of reports: scores by label and by case beside published ones, time and memory of a run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ def choose_extremes(cases: Sequence[ReportedCase]) -> tuple[list[ReportedCase], 
 
 
 def describe_scores(scores: Scores | None, compose: content.Composer) -> list[content.Section]:
-    """Return the sections on scores: by label, spread over the cases, and case by case; none without scores."""
+    """Return the sections on scores, by label and case by case; none without scores."""
     if scores is None:
         return []
     return [
@@ -30,7 +30,6 @@ def describe_scores(scores: Scores | None, compose: content.Composer) -> list[co
             "Validation", lambda: [_tabulate_dice(scores), *_list_lowest(scores)], brief=True, only_brief=True
         ),
         compose.section("Scores", lambda: _tabulate_labels(scores), brief=True),
-        compose.section("Spread over the cases", lambda: _draw_boxes(scores)),
         compose.section("Cases", lambda: _tabulate_cases(scores)),
     ]
 
@@ -89,23 +88,6 @@ def _tabulate_labels(scores: Scores) -> list[content.Block]:
         ),
         *told,
     ]
-
-
-def _draw_boxes(scores: Scores) -> list[content.Block]:
-    return content.select_charts(
-        [
-            content.Boxes(
-                title=metric.replace("_", " ") if metric not in UNITS else name_metric(metric).partition(" (")[0],
-                unit=UNITS.get(metric, ""),
-                groups=[
-                    (name, [(case.name, case.metrics[key].get(metric, math.nan)) for case in scores.cases])
-                    for key, name in scores.labels.items()
-                ],
-            )
-            for metric in scores.metrics
-        ],
-        "A dot for each case.",
-    )
 
 
 def _tabulate_cases(scores: Scores) -> list[content.Block]:
@@ -225,12 +207,3 @@ def describe_memory(record: RunRecord) -> list[content.Block]:
 
 def _list_gib(memory: Mapping[str, Any]) -> list[str]:
     return [f"{memory[key] / GIB:.2f}" if key in memory else "" for key in ("used", "reserved")]
-
-
-def describe_kernels(record: RunRecord) -> list[content.Block]:
-    """Return the measured and chosen kernels, if the config asks for measurements."""
-    if record.kernels is None:
-        return []
-    times = {kind: f"{ms:.3g} ms a step" for kind, ms in (record.kernels.get("milliseconds") or {}).items()}
-    lacking = {kind: f"not to be had: {reason}" for kind, reason in (record.kernels.get("refused") or {}).items()}
-    return [content.NamedValues({"taken": str(record.kernels.get("chosen")), **times, **lacking})]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from monai.data import MetaTensor
 from monai.transforms import (
-    Compose,
     CropForegroundd,
     DivisiblePad,
     MapTransform,
@@ -109,30 +108,36 @@ class CheckedStep:
         return made
 
 
-class Preprocessing(Compose):
+class Preprocessing:
     """Apply transforms in sequence; an error names the case and the step.
 
     A case is ``{"case": str, "image": MetaTensor (C, D, H, W), "label": MetaTensor (1, D, H, W)}``. The result has a
     float32 image and an integer label (uint8 if it fits) on one grid. The voxels of the input are never modified.
 
+    Why not MONAI's ``Compose``: it turns every error into "RuntimeError: applying transform <object at 0x...>".
+
     Attributes
     ----------
+    transforms : sequence of callable
+        Steps from a case to a case.
     components : sequence of mapping or None
         Components of `build_preprocessing`; None if it was built otherwise.
     """
 
     components: Sequence[Mapping[str, Any]] | None = None
 
-    # MONAI's own loop turns every error into "RuntimeError: applying transform <object at 0x...>".
-    def __call__(self, input_: Mapping[str, Any], start: int = 0, end: int | None = None, *_: Any, **__: Any) -> Case:
-        """Return the preprocessed case; ``start`` and ``end`` select steps, as in ``Compose``.
+    def __init__(self, transforms: Sequence[Callable[[Case], Case]]) -> None:
+        self.transforms = transforms
+
+    def __call__(self, case: Mapping[str, Any]) -> Case:
+        """Return the preprocessed case.
 
         Raises
         ------
         VolsegError
             `DataError` or `GridError`; names the case, and the step if it raised another error.
         """
-        return self._apply(dict(input_), self.transforms[start:end])
+        return self.consume(dict(case))
 
     def consume(self, read: dict[str, Any]) -> Case:
         """Return the preprocessed case, and empty ``read``, so that its memory is free once it is resampled.
@@ -142,30 +147,9 @@ class Preprocessing(Compose):
         VolsegError
             As `__call__`.
         """
-        handed = [dict(read)]
+        case = dict(read)
         read.clear()
-        return self._apply(handed.pop(), self.transforms)  # a variable here would keep the input alive
-
-    def inverse(self, _: Any) -> Any:
-        """Refuse MONAI's inversion: it replays a trace, and `Spacing` records none."""
-        raise GridError(
-            "preprocessing records no trace to invert; predictions return by the affines of both grids: use Predictor "
-            "or volseg.inference.original_grid.resample"
-        )
-
-    @property
-    def suits_devices(self) -> bool:
-        """Whether a GPU computes the same, except for the last bit of resampled voxels."""
-        kinds = (RememberGrid, Orientationd, Pad, StoreVoxels)
-        return all(
-            isinstance(step, kinds)
-            or (isinstance(step, Spacing) and step.thick_slices == "linear")
-            or (isinstance(step, ClipZScore) and step.is_voxelwise)
-            for step in self.transforms
-        )
-
-    def _apply(self, case: Case, steps: Sequence[Callable[[Case], Case]]) -> Case:
-        for step in steps:
+        for step in self.transforms:
             name = case.get("case", "(unnamed)")
             try:
                 case = step(case)
@@ -178,6 +162,17 @@ class Preprocessing(Compose):
                     f"case {name}: {getattr(step, 'name', type(step).__name__)} failed: {fault!r}"
                 ) from fault
         return case
+
+    @property
+    def suits_devices(self) -> bool:
+        """Whether a GPU computes the same, except for the last bit of resampled voxels."""
+        kinds = (RememberGrid, Orientationd, Pad, StoreVoxels)
+        return all(
+            isinstance(step, kinds)
+            or (isinstance(step, Spacing) and step.thick_slices == "linear")
+            or (isinstance(step, ClipZScore) and step.is_voxelwise)
+            for step in self.transforms
+        )
 
 
 class RememberGrid(MapTransform):
