@@ -246,7 +246,7 @@ def plan(
         fits = volumes.fits
     else:
         planned = experiment.plan_training(
-            loaded, machine, channels=channels, classes=classes, thorough=thorough, numbers=numbers
+            loaded, machine, channels=channels, classes=classes, thorough=thorough, numbers=numbers, forks=True
         )
         if as_json:
             show(planned.to_json())

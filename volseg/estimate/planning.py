@@ -1,7 +1,6 @@
 """Find what fits on a machine and what is fastest there: estimate the candidates, and choose one."""
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,7 @@ from volseg.estimate.estimator import Planned
 from volseg.estimate.largest_volume import Largest, Sides, find_largest
 from volseg.estimate.report import PlanReport, build_row, build_skipped_row, format_table
 from volseg.estimate.search import GIB, Found, choose, guess_least, judge, search
-from volseg.parallel.forking import map_in_copies
+from volseg.parallel.forking import ForkedWorkers
 
 MOST_GPUS = 64
 """Most GPUs that a remedy suggests where nothing fits."""
@@ -43,6 +42,7 @@ def plan_work(
     only: Callable[[Candidate], bool] | None = None,
     thorough: bool = False,
     numbers: bool = True,
+    forks: bool = False,
 ) -> StepPlan:
     """Estimate the candidates that could be the fastest on a machine, and choose one.
 
@@ -61,6 +61,8 @@ def plan_work(
     numbers : bool
         Whether to trace a candidate that does not fit to its end, for its memory. Otherwise only the plain step on one
         GPU is traced to its end and, if nothing fits, one candidate that needs little.
+    forks : bool
+        Whether to estimate several candidates at a time; see `ForkedWorkers`.
 
     Raises
     ------
@@ -78,24 +80,32 @@ def plan_work(
             f"{machine.num_gpus} GPU(s) cannot be shared as asked (data: {free.data}, spatial: {free.spatial}, "
             f"pipeline: {free.pipeline}) on a batch of {work.batch_size}; leave one of these open, or name more GPUs"
         )
-    found = search(
-        candidates,
-        lambda candidate: planned.estimate(candidate, numbers or thorough),
-        planned.capacity,
-        work.batch_size,
-        lambda each: relieve(each, free),
-        thorough=thorough,
-    )
-    least = guess_least(found.forecasts) if found.chosen is None else None
-    if least is not None:
-        whole = judge(planned.estimate(least.candidate), planned.capacity)
-        forecasts = tuple(whole if each is least else each for each in found.forecasts)
-        chosen, why = choose(forecasts, planned.capacity)
-        found = replace(found, forecasts=forecasts, chosen=chosen, why=why)
-    if all(each.memory is None for each in found.forecasts):
-        first = found.forecasts[0]
-        raise ParallelError(f"{work.name} cannot be followed on {work.shape}: {first.refused}")
-    remedies = tuple(_list_remedies(planned, found)) if found.chosen is None else ()
+    with ForkedWorkers(planned, forks=forks) as workers:
+        to_end = numbers or thorough
+
+        def begin(several: Sequence[Candidate]) -> None:
+            for candidate in several:
+                workers.begin(Planned.estimate, candidate, to_end)
+
+        found = search(
+            candidates,
+            lambda candidate: workers.ask(Planned.estimate, candidate, to_end),
+            planned.capacity,
+            work.batch_size,
+            lambda each: relieve(each, free),
+            thorough=thorough,
+            begin=begin,
+        )
+        least = guess_least(found.forecasts) if found.chosen is None else None
+        if least is not None:
+            whole = judge(planned.estimate(least.candidate), planned.capacity)
+            forecasts = tuple(whole if each is least else each for each in found.forecasts)
+            chosen, why = choose(forecasts, planned.capacity)
+            found = replace(found, forecasts=forecasts, chosen=chosen, why=why)
+        if all(each.memory is None for each in found.forecasts):
+            first = found.forecasts[0]
+            raise ParallelError(f"{work.name} cannot be followed on {work.shape}: {first.refused}")
+        remedies = tuple(_list_remedies(planned, found, workers)) if found.chosen is None else ()
     price = machine.price_per_hour
     rows = [
         build_row(each, chosen=each is found.chosen, steps_per_epoch=steps_per_epoch, price_per_hour=price)
@@ -123,18 +133,21 @@ def plan_work(
     return StepPlan(**vars(found), report=report)
 
 
-def _list_remedies(planned: Planned, found: Found) -> Iterator[str]:
+def _list_remedies(planned: Planned, found: Found, workers: ForkedWorkers[Planned]) -> Iterator[str]:
     """Yield changes that would make the step fit, with numbers."""
     work = planned.work
     least = min((each for each in found.forecasts if each.memory is not None), key=lambda each: each.needed)
     d, h, w = work.sides
+    workers.begin(_find_number)
+    if planned.resize is not None:
+        workers.begin(_find_volumes, least.candidate, ((d, h, w),))
     yield f"GPUs of {(least.needed + planned.reserve) / GIB:.1f} GiB: {name_candidate(least.candidate)}"
-    enough = _find_number(planned)
+    enough = workers.ask(_find_number)
     if enough is not None:
         name, gib = name_candidate(enough.candidate), enough.needed / GIB
         yield f"{enough.candidate.num_gpus} such GPUs: {name} ({gib:.1f} GiB of each)"
     if planned.resize is not None:
-        (one,) = _find_volumes(planned, ((d, h, w),), least.candidate)
+        (one,) = workers.ask(_find_volumes, least.candidate, ((d, h, w),))
         if one is not None:
             sides = " x ".join(map(str, one.sides))
             yield f"volumes of {sides}: {name_candidate(least.candidate)} ({one.needed / GIB:.1f} GiB)"
@@ -165,7 +178,7 @@ def list_largest(planned: Planned, *, forks: bool = False) -> list[tuple[Candida
     planned : Planned
         The step, the machine, and ``resize``, which makes the step on other volumes.
     forks : bool
-        Whether to examine several candidates at a time, in forks of this process.
+        Whether to examine several candidates at a time; see `ForkedWorkers`.
 
     Returns
     -------
@@ -180,16 +193,16 @@ def list_largest(planned: Planned, *, forks: bool = False) -> list[tuple[Candida
     candidates = [way for each in chosen for way in (each, *relieve(each, free)[-1:])]
     d, h, w = work.sides
     aspects: tuple[Sides, ...] = ((1, 1, 1), (d, h, w)) if len({d, h, w}) > 1 else ((d, h, w),)
-    ordered = sorted(candidates, key=lambda each: (-each.pipeline, -each.spatial))  # longest first
-    cores = os.cpu_count() or 1
-    volumes = map_in_copies(partial(_find_volumes, planned, aspects), ordered, cores if forks and cores > 1 else 0)
-    found = dict(zip(ordered, volumes, strict=True))
+    with ForkedWorkers(planned, forks=forks) as workers:
+        for each in sorted(candidates, key=lambda each: (-each.pipeline, -each.spatial)):  # longest first
+            workers.begin(_find_volumes, each, aspects)
+        found = {each: workers.ask(_find_volumes, each, aspects) for each in candidates}
     return [
         (each, aspect, largest) for each in candidates for aspect, largest in zip(aspects, found[each], strict=True)
     ]
 
 
-def _find_volumes(planned: Planned, aspects: Sequence[Sides], candidate: Candidate) -> list[Largest | None]:
+def _find_volumes(planned: Planned, candidate: Candidate, aspects: Sequence[Sides]) -> list[Largest | None]:
     """Return the largest volume of each aspect that a candidate can train on."""
     need, capacity = partial(planned.need, candidate), planned.machine.gpu_bytes
     voxels = math.prod(planned.work.sides)

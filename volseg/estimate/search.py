@@ -54,6 +54,7 @@ def search(
     relieve: Callable[[Candidate], Sequence[Candidate]] = lambda _: (),
     *,
     thorough: bool = False,
+    begin: Callable[[Sequence[Candidate]], None] = lambda _: None,
 ) -> Found:
     """Trace candidates until no remaining one can be faster, and choose one.
 
@@ -71,6 +72,8 @@ def search(
         Returns the alternatives to a candidate that does not fit, least recomputation first.
     thorough : bool
         Whether to trace also the candidates that cannot be the fastest.
+    begin : callable
+        Receives the candidates that are needed soon, so that other processes can start on them.
 
     Returns
     -------
@@ -84,6 +87,9 @@ def search(
         best = _find_fastest(each for each in chain.from_iterable(groups.values()) if _is_sure(each, capacity))
         return not thorough and best is not None and best.seconds is not None and least >= best.seconds
 
+    def bound(candidate: Candidate) -> float:
+        return compute_lower_bound(candidate, chain.from_iterable(groups.values()), batch_size)
+
     def look(candidate: Candidate, least: float, group: list[Estimate]) -> Estimate | None:
         if loses(least):
             skipped.append((candidate, least))
@@ -92,14 +98,17 @@ def search(
         return group[-1]
 
     plain_ones: list[tuple[list[Estimate], Estimate, Sequence[Candidate]]] = []
-    for first in sort_candidates(candidates):
-        group = groups[first]
-        least = compute_lower_bound(first, chain.from_iterable(groups.values()), batch_size)
-        plain = look(first, least, group)
-        if plain is None or (plain.memory is None and (plain.more_than is None or plain.more_than > capacity)):
-            continue  # skipped, or refused for another reason than the memory
-        if (thorough or not _is_sure(plain, capacity)) and (relieving := relieve(first)):
-            plain_ones.append((group, plain, relieving))
+    ordered = sort_candidates(candidates)
+    # The others bound the pipelines, so most pipelines need not be traced.
+    for several in ([each for each in ordered if (each.pipeline > 1) is staged] for staged in (False, True)):
+        begin([each for each in several if not loses(bound(each))])
+        for first in several:
+            group = groups[first]
+            plain = look(first, bound(first), group)
+            if plain is None or (plain.memory is None and (plain.more_than is None or plain.more_than > capacity)):
+                continue  # skipped, or refused for another reason than the memory
+            if (thorough or not _is_sure(plain, capacity)) and (relieving := relieve(first)):
+                plain_ones.append((group, plain, relieving))
     # All plain ones come first: the faster the best one is, the fewer alternatives can win.
     for group, plain, (*less, most) in plain_ones:
         # The plain step does not bound a step with other kernels.

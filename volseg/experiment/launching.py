@@ -173,12 +173,11 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
     from volseg.estimate.candidate import name_candidate
     from volseg.experiment.placement.alternatives import list_settings
     from volseg.experiment.placement.plan_command import plan_training, resolve_machine
-    from volseg.parallel.forking import ask_copy
 
-    # Forks query CUDA and trace steps: this process lives as long as the training, and would hold memory of a GPU.
+    # In this process, which has imported all modules. Forks query CUDA and trace steps: this process lives as long as
+    # the training, and would hold memory of a GPU.
     try:
-        machine = resolve_machine(num_gpus=num_gpus, here=True)
-        plan = ask_copy(plan_training, loaded, machine, numbers=False)
+        plan = plan_training(loaded, resolve_machine(num_gpus=num_gpus, here=True), numbers=False, forks=True)
     except VolsegError as fault:
         logger.warning("parallel: auto lets the processes choose, because nothing could be estimated (%s)", fault)
         return [], num_gpus

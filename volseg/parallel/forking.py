@@ -1,4 +1,4 @@
-"""Call a function in forks of this process: they share its network and imports, and send plain results.
+"""Fork workers from this process: they share its network and imports, and send plain results.
 
 A process forks only if it has not initialised CUDA and is not one of several: CUDA does not survive a fork, and the
 threads of collectives would be copied mid-call. Any other process does the work itself.
@@ -8,10 +8,10 @@ import gc
 import multiprocessing
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
 import torch
 
@@ -22,53 +22,78 @@ from volseg.lifetime import bind_copy
 from volseg.parallel.devices import has_process_group, is_launched
 from volseg.signals import deferring_signals
 
+Shared = TypeVar("Shared")
 Asked = ParamSpec("Asked")
-Argument = TypeVar("Argument")
 Answer = TypeVar("Answer")
 
-_function: Any = None
-"""Function that the workers call; it may hold a network, which forks inherit without pickling."""
+_shared: Any = None
+"""Object on which the workers work; it contains a network, which forks inherit without pickling."""
 
 _CANNOT = "this copy has a broken CUDA"
 """Answer of a worker instead of a result if its parent had initialised CUDA without torch's knowledge."""
 
 
-def map_in_copies(
-    function: Callable[[Argument], Answer], arguments: Sequence[Argument], processes: int, *, hides_gpus: bool = True
-) -> list[Answer]:
-    """Return the results of a function for each argument, computed in this many forks if this process can fork.
+class ForkedWorkers(Generic[Shared]):
+    """Call functions of ``shared`` and further arguments, in one process per core.
 
-    Raises
-    ------
-    ParallelError
-        If a worker was killed.
+    Parameters
+    ----------
+    shared
+        First argument of every function.
+    forks
+        Whether to fork if possible: otherwise this process calls the function when the result is requested.
     """
-    global _function
-    if not processes or not _can_copy():
-        return [function(argument) for argument in arguments]
-    others, _function = set(multiprocessing.active_children()), function
-    context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(processes, context, _begin_copy, (os.getpid(), hides_gpus))
-    try:
-        # Python calls its own functions around a fork and ignores their exceptions: Ctrl-C was lost there.
-        with deferring_signals(), warnings.catch_warnings():
-            # Python warns about threads, which forks lack; these are torch's, and a fork with one thread needs none.
-            warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
-            futures = [pool.submit(_run, argument) for argument in arguments]
-        found = [future.result() for future in futures]
-    except BrokenProcessPool as fault:
-        raise ParallelError(
-            "a worker process died: it was killed, perhaps by the OOM killer, or the network ends its process; plan "
-            "for one GPU to see which"
-        ) from fault
-    finally:
-        _function = None
-        for copy in set(multiprocessing.active_children()) - others:
-            copy.kill()  # it holds no resources, and may be in the middle of a step
-        pool.shutdown(cancel_futures=True)
-    return [
-        function(argument) if answer == _CANNOT else answer for argument, answer in zip(arguments, found, strict=True)
-    ]
+
+    def __init__(self, shared: Shared, *, forks: bool) -> None:
+        cores = os.cpu_count() or 1
+        self._shared = shared
+        self._begun: dict[Any, Future[Any]] = {}
+        self._pool = _make_pool(cores, hides_gpus=True) if forks and cores > 1 and _can_copy() else None
+        self._others = set(multiprocessing.active_children())
+
+    def __enter__(self) -> Self:
+        global _shared
+        _shared = self._shared
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        global _shared
+        _shared = None
+        if self._pool is not None:
+            for copy in set(multiprocessing.active_children()) - self._others:
+                copy.kill()  # it holds no resources, and may be in the middle of a step
+            self._pool.shutdown(cancel_futures=True)
+
+    def begin(
+        self, function: Callable[Concatenate[Shared, Asked], Answer], *args: Asked.args, **kwargs: Asked.kwargs
+    ) -> None:
+        """Start a call as soon as a worker is free; a result that is never requested is dropped."""
+        key = function, repr(args)
+        if self._pool is not None and key not in self._begun:
+            self._begun[key] = _submit(self._pool, _run, function, args, kwargs)
+
+    def ask(
+        self, function: Callable[Concatenate[Shared, Asked], Answer], *args: Asked.args, **kwargs: Asked.kwargs
+    ) -> Answer:
+        """Return the result of a call.
+
+        Raises
+        ------
+        ParallelError
+            If the worker was killed.
+        """
+        self.begin(function, *args, **kwargs)
+        future = self._begun.get((function, repr(args)))
+        if future is None:
+            return function(self._shared, *args, **kwargs)
+        try:
+            found: Answer = future.result()
+        except BrokenProcessPool as fault:
+            raise ParallelError(
+                f"a worker process died during {args[0]}: it was killed, perhaps by the OOM killer, or the "
+                "network ends its process; plan for one GPU to see which"
+            ) from fault
+        return function(self._shared, *args, **kwargs) if found == _CANNOT else found
 
 
 def ask_copy(function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
@@ -77,13 +102,32 @@ def ask_copy(function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Ask
     Afterwards this process can still fork, and holds no GPU memory. A process that cannot fork calls the function
     itself.
     """
-    return map_in_copies(lambda _: function(*args, **kwargs), [None], 1, hides_gpus=False)[0]
+    if not _can_copy():
+        return function(*args, **kwargs)
+    with _make_pool(1, hides_gpus=False) as pool:
+        found: Any = _submit(pool, _run_unbroken, function, args, kwargs).result()
+    return function(*args, **kwargs) if found == _CANNOT else found
 
 
 def _can_copy() -> bool:
     """Return whether a fork of this process would work."""
     is_alone = not (uses_gpus() or has_process_group() or is_launched())
     return is_alone and "fork" in multiprocessing.get_all_start_methods()
+
+
+def _submit(
+    pool: ProcessPoolExecutor, function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs
+) -> Future[Answer]:
+    # Python calls its own functions around a fork and ignores their exceptions: Ctrl-C was lost there.
+    with deferring_signals(), warnings.catch_warnings():
+        # Python warns about threads, which forks lack; these are torch's, and a fork that uses one thread needs none.
+        warnings.filterwarnings("ignore", ".*fork.*", DeprecationWarning)
+        return pool.submit(function, *args, **kwargs)
+
+
+def _make_pool(cores: int, *, hides_gpus: bool) -> ProcessPoolExecutor:
+    fork = multiprocessing.get_context("fork")
+    return ProcessPoolExecutor(cores, fork, _begin_copy, (os.getpid(), hides_gpus))
 
 
 def _begin_copy(parent: int, hides_gpus: bool) -> None:
@@ -95,5 +139,9 @@ def _begin_copy(parent: int, hides_gpus: bool) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def _run(argument: Any) -> Any:
-    return _CANNOT if is_in_bad_fork() else _function(argument)
+def _run(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _run_unbroken(function, (_shared, *args), kwargs)
+
+
+def _run_unbroken(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _CANNOT if is_in_bad_fork() else function(*args, **kwargs)

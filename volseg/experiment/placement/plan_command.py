@@ -44,6 +44,7 @@ def plan_training(
     classes: int | None = None,
     thorough: bool = False,
     numbers: bool = True,
+    forks: bool = False,
 ) -> StepPlan:
     """Estimate a config's training on a machine.
 
@@ -59,6 +60,8 @@ def plan_training(
         Whether to trace candidates that cannot win too.
     numbers : bool
         Whether candidates that do not fit are traced to the end; see `plan_work`.
+    forks : bool
+        Whether to trace several candidates at a time, in forks of this process.
 
     Raises
     ------
@@ -71,7 +74,7 @@ def plan_training(
     if config.patch.growth:
         notes.append("patches grow, and the table is of the last size: set patch.size and patch.growth for another")
     steps = math.ceil(config.training.iterations / config.training.accumulate)
-    return plan_work(planned, notes=notes, steps_per_epoch=steps, thorough=thorough, numbers=numbers)
+    return plan_work(planned, notes=notes, steps_per_epoch=steps, thorough=thorough, numbers=numbers, forks=forks)
 
 
 def _describe(
