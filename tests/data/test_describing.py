@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from volseg.cli import app
+from volseg.commands import spell
 from volseg.errors import ConfigError, DataError
 
 
@@ -28,7 +29,7 @@ def test_a_public_task():
     assert "licence   CC-BY-SA 4.0" in lines
     assert "cases     260 with labels, 130 without" in lines
     assert "labels    0 background, 1 Anterior, 2 Posterior" in lines
-    assert lines[-1] == "fetch it by: volseg data fetch Task04_Hippocampus"
+    assert lines[-1] == f"fetch it by: {spell('volseg data fetch Task04_Hippocampus')}"
 
 
 def test_a_folder_of_ones_own(tmp_path):

@@ -304,6 +304,26 @@ NEEDS = {
 }
 
 
+def check(need, find_total, capacity, aspect, divisors, voxels, most):
+    """Look for a larger size that fits; the search may look at ``most`` sizes, each of which takes a second."""
+    asked = []
+
+    def ask(sides):
+        asked.append(sides)
+        return need(sides)
+
+    found = find_largest(ask, capacity, aspect, divisors, voxels=voxels)
+    # Larger sizes need more, so one that fits below a neighbour that does not is the largest.
+    longest = max(range(3), key=lambda axis: (aspect[axis], divisors[axis]))
+    step = 0 if found is None else found.sides[longest] // divisors[longest]
+    sides, limit = (scale_sides(each, aspect, divisors) for each in (step, step + 1))
+    assert find_total(limit) > capacity
+    if found is not None:
+        assert found == Largest(sides=sides, needed=find_total(sides), limit=limit)
+        assert found.needed <= capacity
+    assert len(asked) <= most
+
+
 @given(**NEEDS, piece=st.sampled_from([1, 2**21, 2**25]), stops=st.floats(1, 2))
 def test_no_larger_size_fits(aspect, divisors, fixed, per_voxel, power, capacity, voxels, piece, stops):
     """Memory that grows with the voxels, nearly in proportion, in whole pieces; a trace stops far above the limit."""
@@ -315,14 +335,19 @@ def test_no_larger_size_fits(aspect, divisors, fixed, per_voxel, power, capacity
         total = find_total(sides)
         return total if total <= stops * capacity else math.inf
 
-    found = find_largest(need, capacity, aspect, divisors, voxels=voxels)
-    longest = max(range(3), key=lambda axis: (aspect[axis], divisors[axis]))
-    step = 0 if found is None else found.sides[longest] // divisors[longest]
-    sides, limit = (scale_sides(each, aspect, divisors) for each in (step, step + 1))
-    assert find_total(limit) > capacity
-    if found is not None:
-        assert found == Largest(sides=sides, needed=find_total(sides), limit=limit)
-        assert found.needed <= capacity
+    check(need, find_total, capacity, aspect, divisors, voxels, most=20)
+
+
+@given(**NEEDS)
+def test_lines_may_miss_while_torch_gives_back_what_it_can(aspect, divisors, fixed, per_voxel, power, capacity, voxels):
+    """Near the capacity all that there is is taken, by sizes that fit: lines through it went anywhere."""
+
+    def need(sides):
+        own = int(fixed + per_voxel * math.prod(sides) ** power)
+        squeezed = own * 1.1 <= capacity
+        return min(int(own * 1.4), capacity) if squeezed else int(own * 1.4)
+
+    check(need, need, capacity, aspect, divisors, voxels, most=20)
 
 
 @given(**SHAPES, step=st.integers(1, 60))

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from volseg.cli import app
+from volseg.commands import spell
 from volseg.config.catalogue import list_shipped
 from volseg.config.describing import describe_values, list_keys, read_schema, write_commented
 from volseg.config.parallel import ParallelConfig
@@ -81,7 +82,7 @@ def test_configure_then_train(folder, tmp_path):
     file.unlink()
     said = call("configure", folder, "-o", file, "--gpu-memory", "6GiB", "--name", "mine").output
     assert "4, 1 channel(s), 3 labels" in said
-    assert f"  volseg train '{file}'" in said.splitlines()
+    assert "  " + spell(f"volseg train '{file}'") in said.splitlines()
     config = load_config(file)
     assert (config.name, config.data.root) == ("mine", folder)
     before = (folder / ".volseg" / "fingerprint.json").stat().st_mtime_ns

@@ -69,7 +69,7 @@ def test_trials_are_the_runs_that_train_makes(config_file, over, tmp_path, caplo
     assert list_run_folders(folder) == [folder / "trial_0", folder / "trial_1"]
 
     page = (folder / "search.html").read_text(encoding="utf-8")
-    assert '<th scope="row">1</th>' in page
+    assert page.count("<circle") >= 2
     assert f"volseg predict {folder}/trial_{record.best['number']}" in page.replace(sys.executable, "")
     assert write_report(folder) == folder / "search.html"
     # Asked for as many again, it has nothing to do; asked for more, it goes on.

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.reporting.run_folders import BEGUN, SCRIPT, make_crossed, make_run
 from volseg.cli import app
+from volseg.commands import spell
 from volseg.errors import ConfigError
 from volseg.evaluation.summary import read_summary, scores_table
 from volseg.monitoring.run_files import RunStatus, write_status
@@ -151,7 +152,7 @@ def test_an_unfinished_run_says_how_far_it_came_and_how_it_goes_on(run, state):
     status = RunStatus(state=state, time=BEGUN, started=BEGUN, host="h", pid=1, best=0.7123, message=message)
     write_status(run / "status.json", status)
     page = read_page(run)
-    assert f"volseg train {run / 'config.yaml'} -o {run} --resume" in page.texts
+    assert spell(f"volseg train {run / 'config.yaml'} -o {run} --resume") in page.texts
     assert "best mean Dice so far" in page.texts
     assert "0.7123" in page.texts
     assert state in page.text
@@ -215,10 +216,10 @@ def test_commands_name_the_files_of_components_of_ones_own(run):
     told.append({"kind": "hook", "name": "theirs", "from": {"package": "theirs", "version": "1"}})
     (run / "components.json").write_text(json.dumps(told), encoding="utf-8")
     page = read_page(run)
-    assert f"volseg predict {run} IMAGES... -o predictions --components '/home/me/my net.py'" in page.texts
+    assert spell(f"volseg predict {run} IMAGES... -o predictions --components '/home/me/my net.py'") in page.texts
     (run / "components.json").write_text('{"a": 1}', encoding="utf-8")
     page = read_page(run)
-    assert f"volseg predict {run} IMAGES... -o predictions" in page.texts
+    assert spell(f"volseg predict {run} IMAGES... -o predictions") in page.texts
     assert "components.json cannot be read" in page.text
 
 

@@ -117,13 +117,14 @@ def init(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a config with every key explained."""
+    from volseg.commands import spell
     from volseg.experiment.configuring import init_config  # imports torch: not for --help
 
     config = init_config(output, data=data, like=like, minimal=minimal, overwrite=overwrite)
     ways = (
         [] if config.data.root.exists() else ["set data.root in it to your data set, or --set data.root=FOLDER below"]
     )
-    show("\n  ".join([f"{output} is written. Next:", *ways, f"volseg train {output}"]))
+    show("\n  ".join([f"{output} is written. Next:", *ways, spell(f"volseg train {output}")]))
 
 
 @verb(start_app, "Start", "volseg schema > volseg.schema.json", name="schema")

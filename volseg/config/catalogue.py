@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from volseg.commands import spell
 from volseg.config.nearest import did_you_mean
 from volseg.config.yaml_values import read_yaml
 from volseg.errors import ConfigError, DataError
@@ -78,7 +79,7 @@ def describe_public_task(task: PublicTask) -> str:
         *([("a plan", ", ".join(f"{name} {value}" for name, value in plan.items()))] if plan else []),
         *(("mind", quirk) for quirk in task.manifest.get("quirks", ())),
     ]
-    return "\n".join([*align_columns(facts), f"fetch it by: volseg data fetch {task.name}"])
+    return "\n".join([*align_columns(facts), f"fetch it by: {spell(f'volseg data fetch {task.name}')}"])
 
 
 def format_numbered(names: Iterable[tuple[int, str]]) -> str:

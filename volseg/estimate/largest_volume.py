@@ -1,12 +1,14 @@
 """Find the largest volume that fits, by estimating the memory of as few sizes as possible.
 
-The size is doubled until it does not fit, and then bisected until the largest size that fits and the smallest size
-that does not are neighbours.
+A step's bytes grow nearly in proportion to the voxels of a volume. A line goes through the two known sizes, of any
+aspect, that are nearest to a full GPU. The next size to try is where this line reaches the GPU's memory. The search
+ends when the largest size known to fit and the smallest size known not to fit are neighbours.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 Sides = tuple[int, int, int]
 
@@ -47,6 +49,7 @@ def find_largest(
     divisors: Sequence[int],
     *,
     voxels: int = 1,
+    known: dict[int, float] | None = None,
 ) -> Largest | None:
     """Return the largest size that fits, or None if the smallest size does not fit.
 
@@ -62,20 +65,42 @@ def find_largest(
     divisors : sequence of int
         Each side is a multiple of its divisor.
     voxels : int
-        Voxels of the first size to try.
+        Voxels of the first size to try if no size is known.
+    known : dict, optional
+        Needs of known sizes by their voxels, also of other aspects; the search adds the sizes that it tries.
     """
+    known = {} if known is None else known
+    known.setdefault(0, 0)
     low, high, best = 0, MOST_STEPS + 1, None
-    step = _find_step(voxels, aspect, divisors)
-    while high - low > 1:
+    step = _extrapolate(known, capacity, aspect, divisors) or _find_step(voxels, aspect, divisors)
+    for tries in count(1):
+        step = min(max(step, low + 1), high - 1)
         sides = scale_sides(step, aspect, divisors)
         total = need(sides)
         if total is None or total <= capacity:
             low, best = step, best if total is None else (sides, int(total))
         else:
             high = step
-        step = (low + high) // 2 if high <= MOST_STEPS else min(2 * low, MOST_STEPS)
+        if total is not None and total < math.inf and total != capacity:  # cached blocks fill the rest of a full GPU
+            known[math.prod(sides)] = total
+        if high - low <= 1:
+            break
+        half = (low + high) // 2 if high <= MOST_STEPS else 2 * low
+        # Bisect now and then: a line may miss repeatedly.
+        step = half if tries % 4 == 0 else _extrapolate(known, capacity, aspect, divisors) or half
     limit = scale_sides(high, aspect, divisors) if high <= MOST_STEPS else None
     return None if best is None else Largest(sides=best[0], needed=best[1], limit=limit)
+
+
+def _extrapolate(
+    known: Mapping[int, float], capacity: int, aspect: Sequence[int], divisors: Sequence[int]
+) -> int | None:
+    """Return the step at which the line through two known sizes reaches the capacity; None without such a line."""
+    nearest = sorted(known, key=lambda voxels: abs(known[voxels] - capacity))[:2]
+    if len(nearest) < 2 or (rise := known[max(nearest)] - known[min(nearest)]) <= 0:
+        return None
+    more = (capacity - known[nearest[0]]) / rise * (max(nearest) - min(nearest))
+    return _find_step(nearest[0] + more, aspect, divisors)
 
 
 def _find_step(voxels: float, aspect: Sequence[int], divisors: Sequence[int]) -> int:

@@ -204,6 +204,6 @@ def list_largest(planned: Planned, *, forks: bool = False) -> list[tuple[Candida
 
 def _find_volumes(planned: Planned, candidate: Candidate, aspects: Sequence[Sides]) -> list[Largest | None]:
     """Return the largest volume of each aspect that a candidate can train on."""
-    need, capacity = partial(planned.need, candidate), planned.machine.gpu_bytes
+    need, capacity, known = partial(planned.need, candidate), planned.machine.gpu_bytes, dict[int, float]()
     voxels = math.prod(planned.work.sides)
-    return [find_largest(need, capacity, aspect, planned.divisors, voxels=voxels) for aspect in aspects]
+    return [find_largest(need, capacity, aspect, planned.divisors, voxels=voxels, known=known) for aspect in aspects]

@@ -101,7 +101,9 @@ def search(
     ordered = sort_candidates(candidates)
     # The others bound the pipelines, so most pipelines need not be traced.
     for several in ([each for each in ordered if (each.pipeline > 1) is staged] for staged in (False, True)):
-        begin([each for each in several if not loses(bound(each))])
+        # The longest traces begin first, after the one that bounds the others.
+        promising = [each for each in several if not loses(bound(each))]
+        begin(sorted(promising, key=lambda each: (each.num_gpus > 1, -max(each.spatial, each.data))))
         for first in several:
             group = groups[first]
             plain = look(first, bound(first), group)

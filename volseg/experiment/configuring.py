@@ -9,6 +9,7 @@ from shlex import quote
 from typing import Any
 
 from volseg.checkpointing.folder import RunFolder
+from volseg.commands import spell
 from volseg.config.catalogue import shipped_config_path
 from volseg.config.describing import KINDS, KINDS_OF_FIELDS, describe_config, refer_to_schema, write_commented
 from volseg.config.loading import load_config, require_sound_overrides
@@ -114,9 +115,9 @@ def format_plan(planned: Plan, path: str | Path, *, trains: bool = False, is_sho
     small = "try --set training.epochs=5 --set training.iterations=50 first"
     slow = [] if is_short or count_gpus() else [f"this machine has no GPU: the plan takes days; {small}"]
     written = f"written to {path}, with the reason for each value"
-    commands = [f"volseg train {quote(str(path))}"]
+    commands = [spell(f"volseg train {quote(str(path))}")]
     if planned.first_stage is not None:
-        commands.insert(0, f"volseg cross-validate {quote(str(name_first_stage(path)))}")
+        commands.insert(0, spell(f"volseg cross-validate {quote(str(name_first_stage(path)))}"))
     last = [f"{written}. The training begins."] if trains else [f"{written}. Next:", *(f"  {one}" for one in commands)]
     return "\n".join([*(f"{what:12} {text}" for what, text in lines.items()), *slow, *last])
 
@@ -131,7 +132,7 @@ def is_data_set(path: str | Path) -> bool:
     """
     path = Path(path)
     if RunFolder(path).exists:
-        words = f"volseg train {quote(str(RunFolder(path).config_file))} -o {quote(str(path))} --resume"
+        words = spell(f"volseg train {quote(str(RunFolder(path).config_file))} -o {quote(str(path))} --resume")
         raise ConfigError(
             f"{path} is the folder of a run, and neither a config nor a data set; continue it with {words}"
         )

@@ -13,6 +13,7 @@ from PIL import Image
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.checkpointing.state import EpochRecord
+from volseg.commands import spell
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Case, Task, list_values
 from volseg.data.checks.kinds import Problem, Remark
@@ -124,8 +125,8 @@ def format_outcome(outcome: Outcome) -> str:
 The run is in {folder} ({format_duration(sum(seconds))}{resumed}); report: {outcome.folder.report_page} and report.md
 
 Next:
-  tensorboard --logdir {quote(str(outcome.folder.tensorboard))}
-  volseg predict {quote(str(folder))} IMAGES... -o predictions{own}"""
+  {spell(f"tensorboard --logdir {quote(str(outcome.folder.tensorboard))}")}
+  {spell(f"volseg predict {quote(str(folder))} IMAGES... -o predictions{own}")}"""
 
 
 def dice_table(summary: Summary, task: Task) -> str:

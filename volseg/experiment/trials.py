@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from volseg.checkpointing.folder import RunFolder
+from volseg.commands import spell
 from volseg.config.catalogue import shipped_config_path
 from volseg.config.loading import load_config, path_override, require_config
 from volseg.config.schema import ExperimentConfig
@@ -53,7 +54,7 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
     folder = RunFolder(_free_folder() if output is None else Path(output))
     folder.require_free()
     # Logged first: nothing else names the folder to a user who stops the run.
-    go_on = f"volseg train {quote(str(folder.config_file))} -o {quote(str(folder.path))} --resume"
+    go_on = spell(f"volseg train {quote(str(folder.config_file))} -o {quote(str(folder.path))} --resume")
     logger.info("data and run lie in %s; once it trains it may be stopped, and goes on by: %s", folder.path, go_on)
     root = make_task(folder.path / "data" / "Task00_Synthetic")
     places = [path_override("data.root", root), path_override("output", folder.path)]
@@ -62,7 +63,7 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
     predict(folder, [root / "imagesTs"]).require_all()
     real = "task04_unet" if count_gpus() else "task04_cpu"  # both are shipped with volseg, and found by name
     more = ["volseg data fetch Task04_Hippocampus", f"volseg train {real} --set data.root=Task04_Hippocampus"]
-    return "\n  ".join([format_outcome(outcome), *more])
+    return "\n  ".join([format_outcome(outcome), *map(spell, more)])
 
 
 def _free_folder() -> Path:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from volseg.commands import spell
 from volseg.formatting import format_moment
 from volseg.version import __version__
 
@@ -193,7 +194,7 @@ class Composer:
         """
         last = [
             Section(title="Not shown", blocks=[Items(self._missing)] if self._missing else []),
-            Section(title="Next", blocks=[Commands(commands)]),
+            Section(title="Next", blocks=[Commands([(what, spell(line)) for what, line in commands])]),
         ]
         return ReportContent(
             sections=list_sections([*sections, *last]),

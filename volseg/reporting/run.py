@@ -6,6 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from volseg.commands import spell
 from volseg.formatting import format_duration, format_moment, format_value
 from volseg.reporting import content
 from volseg.reporting.reading import RunRecord, Scores
@@ -216,7 +217,7 @@ def show_cases(scores: Scores, overlays: Mapping[str, Path], folder: Path) -> li
                 content.Pictures(title=title, pictures=pictures, legend=() if shown else list(scores.labels.values()))
             )
     lowest = "".join(f" --case {quote(case.name)}" for case in worst)
-    scroll = ("All slices of the lowest:", f"volseg view {quote(str(folder))}{lowest}")
+    scroll = ("All slices of the lowest:", spell(f"volseg view {quote(str(folder))}{lowest}"))
     return [content.Text(EXPLAINED), *shown, content.Commands([scroll])] if shown else []
 
 
