@@ -187,6 +187,10 @@ def _keep_three_voxels(case: Planter) -> None:
     case.change("label", edit)
 
 
+def _draw_label(case: Planter) -> None:
+    case.change("label", lambda voxels: _rng(case).integers(0, 3, voxels.shape).astype(np.uint8))
+
+
 def _salt_label(case: Planter) -> None:
     case.change("label", lambda voxels: np.where(_rng(case).random(voxels.shape) < 0.03, 1, voxels).astype(np.uint8))
 
@@ -209,6 +213,37 @@ def shift_label(step: int, axis: int) -> Callable[[Planter], None]:
     """Return what moves the label by some voxels; voxels that leave the volume are lost."""
     steps = step * np.eye(3)[axis]
     return change_label(lambda voxels: ndimage.shift(voxels, steps, order=0))
+
+
+def flip_label(axis: int) -> Callable[[Planter], None]:
+    """Return what mirrors the label's voxels and leaves its header unchanged."""
+    return change_label(lambda voxels: np.flip(voxels, axis).copy())
+
+
+def _draw_image(case: Planter) -> None:
+    case.change("image", lambda voxels: _rng(case).normal(voxels.mean(), voxels.std(), voxels.shape).astype(np.float32))
+
+
+def _add_noise(case: Planter) -> None:
+    def edit(voxels: np.ndarray) -> np.ndarray:
+        return (voxels + _rng(case).normal(0, voxels.std(), voxels.shape)).astype(np.float32)
+
+    case.change("image", edit)
+
+
+def _clip_to_bytes(voxels: np.ndarray) -> np.ndarray:
+    """Clip at 255; an image that lies below it, at the value that 30 % of the voxels reach, as if it were larger."""
+    return voxels.clip(None, np.percentile(voxels, 70)) if voxels.max() <= 255 else voxels.clip(0, 255)
+
+
+def _overflow(voxels: np.ndarray) -> np.ndarray:
+    """Store values in int16 of which a few per cent are larger than 32767."""
+    scaled = voxels.astype(np.float64) * (1.5 * 32767 / np.percentile(voxels, 99))
+    return scaled.astype(np.int64).astype(np.int16)
+
+
+def _swap_bytes(voxels: np.ndarray) -> np.ndarray:
+    return (voxels.astype(np.float64) * (1000 / voxels.max())).astype(np.int16).byteswap()
 
 
 def keep_slices(part: Callable[[int], slice]) -> Callable[[Planter], None]:
@@ -247,7 +282,7 @@ FAULTS: Mapping[str, tuple[set[str], Callable[[Planter], object]]] = {
     "label for an image": ({"image-is-label"}, lambda case: shutil.copyfile(case.label, case.image)),
     "swapped": ({"swapped"}, _swap),
     "cropped label": ({"shape"}, change_label(lambda voxels: voxels[:-2])),
-    "coarse label": ({"shape"}, _coarsen),
+    "coarse label": ({"label-coarser"}, _coarsen),
     "label displaced": ({"affine"}, lambda case: case.place(moved(0, 3, 0), "label")),
     "empty label": ({"label-empty"}, change_label(np.zeros_like)),
     "qform mirrored": ({"mirrored"}, lambda case: case.turn_qform(scaled(-1, 1, 1))),
@@ -271,19 +306,40 @@ FAULTS: Mapping[str, tuple[set[str], Callable[[Planter], object]]] = {
     "other axis order": ({"label-reordered"}, lambda case: _reverse(case, "label")),
     "label everywhere": ({"label-full"}, change_label(np.ones_like)),
     "three voxels": ({"label-volume"}, _keep_three_voxels),
-    "salted label": ({"label-scattered"}, _salt_label),
+    "drawn label": ({"label-ragged"}, _draw_label),
+    "salted label": ({"label-ragged", "label-scattered"}, _salt_label),
     "merged labels": ({"label-absent"}, change_label(lambda voxels: (voxels > 0).astype(np.uint8))),
     "stray voxels": ({"label-scattered"}, _add_stray),
-    "label 12 to the left": ({"label-cut"}, shift_label(-12, 0)),
-    "label 12 to the front": ({"label-cut"}, shift_label(12, 1)),
+    "label 4 to the right": ({"label-shifted"}, shift_label(4, 0)),
+    "label 4 to the left": ({"label-shifted"}, shift_label(-4, 0)),
+    "label 4 to the back": ({"label-shifted"}, shift_label(-4, 1)),
+    "label 4 to the head": ({"label-shifted"}, shift_label(4, 2)),
+    "label 12 to the left": ({"label-shifted", "label-cut"}, shift_label(-12, 0)),
+    "label 12 to the front": ({"label-shifted", "label-cut"}, shift_label(12, 1)),
+    "label mirrored left-right": ({"label-mirrored"}, flip_label(0)),
+    "label mirrored front-back": ({"label-mirrored"}, flip_label(1)),
+    "label mirrored head-feet": ({"label-mirrored"}, flip_label(2)),
+    "drawn image": ({"noise"}, _draw_image),
+    "noise": ({"noise"}, _add_noise),
+    "clipped to 8 bits": ({"saturated"}, change_image(_clip_to_bytes)),
+    "overflow of 16 bits": ({"wrapped", "noise"}, change_image(_overflow)),
+    "bytes swapped": ({"noise", "wrapped"}, change_image(_swap_bytes)),
     "first half of the slices": ({"extent", "label-cut"}, keep_slices(lambda count: slice(None, count // 2))),
-    "every second slice": ({"extent"}, keep_slices(lambda count: slice(None, None, 2))),
+    "every second slice": ({"extent", "slices-unlike"}, keep_slices(lambda count: slice(None, None, 2))),
     "half of the slices blank": ({"empty-slices"}, change_image(_blank_half)),
     "doubled spacing": ({"spacing"}, lambda case: case.place(scaled(1, 1, 2))),
     "all spacings doubled": ({"spacing"}, lambda case: case.place(scaled(2, 2, 2))),
     "a ten thousandth": ({"intensity-scale"}, change_image(lambda v: v.astype(np.float32) * np.float32(1e-4))),
 }
 """By name: the kinds of finding of which a check must report at least one, and what plants the fault."""
+
+COPIES: Mapping[str, Edit] = {
+    "copy without a slice": lambda voxels: voxels[:, :, 1:],
+    "copy without three rows": lambda voxels: voxels[1:-1, :-1],
+    "copy stored reversed": lambda voxels: voxels[::-1].copy(),
+    "copy of another scale": lambda voxels: voxels.astype(np.float32) * 3 + 7,
+}
+"""Changes of the image of a copied case, and of its label unless they change intensities."""
 
 
 def plant(root: Path, names: list[str], tests: list[str]) -> dict[str, dict[str, set[str]]]:
@@ -312,15 +368,39 @@ def plant(root: Path, names: list[str], tests: list[str]) -> dict[str, dict[str,
     for folder in ("imagesTr", "labelsTr"):
         shutil.copyfile(root / folder / f"{held_out}.nii.gz", root / folder / f"{learnt}.nii.gz")
     expected["leak"] = {held_out: {"leak"}, learnt: {"leak"}}
+    expected["labels exchanged"] = dict.fromkeys(_exchange_labels(root, *map(take, _find_alike(root, left))), EXCHANGED)
     one, other = map(take, _find_alike(root, left))
     copied = np.asarray(nibabel.load(root / "labelsTr" / f"{one}.nii.gz").dataobj)
     Planter(root, other).change("label", lambda voxels: copied)
     expected["same label"] = {min(one, other): {"same-label"}}
+    for fault, edit in COPIES.items():
+        one, other = take(left[0]), take(left[1])
+        _copy_changed(root, one, other, edit, scales="scale" in fault)
+        expected[fault] = {other: {"image-copy"}}
     if tests:
         trains = take(left[0])
         shutil.copyfile(root / "imagesTr" / f"{trains}.nii.gz", root / "imagesTs" / f"{tests[0]}.nii.gz")
         expected["trains and tests"] = {trains: {"trains-and-tests"}}
     return expected
+
+
+EXCHANGED = {"labels-exchanged", "label-shifted"}
+
+
+def _exchange_labels(root: Path, one: str, other: str) -> tuple[str, str]:
+    first, second = (Planter(root, name) for name in (one, other))
+    voxels = np.asarray(nibabel.load(first.label).dataobj)
+    first.change("label", lambda _: np.asarray(nibabel.load(second.label).dataobj))
+    second.change("label", lambda _: voxels)
+    return one, other
+
+
+def _copy_changed(root: Path, one: str, other: str, edit: Edit, *, scales: bool) -> None:
+    given, copied = (Planter(root, name) for name in (one, other))
+    shutil.copyfile(given.image, copied.image)
+    shutil.copyfile(given.label, copied.label)
+    for field in ("image",) if scales else ("image", "label"):
+        copied.change(field, edit)
 
 
 def _find_alike(root: Path, names: list[str]) -> tuple[str, str]:

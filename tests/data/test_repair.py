@@ -1,5 +1,6 @@
 """A corrected copy holds what could be repaired without a guess, and passes the check for that."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ from dataclasses import replace
 import nibabel
 import numpy as np
 import pytest
-from planted_faults import FAULTS, Planter, draw_task, moved, scaled
+from planted_faults import FAULTS, Planter, draw_task, moved, save, scaled
 
 from volseg.data import check_task, folds, load_task, read_volume, repair_task
 from volseg.data.checks import repair
@@ -51,11 +52,18 @@ def test_what_needs_no_guess_is_corrected_and_checked_again(root):
     plants = {
         "affine": lambda case: case.place(moved(0.2, 0, 0), "label"),
         "label-fractions": lambda case: case.change("label", round_badly),
+        "mirrored": FAULTS["qform mirrored"][1],
+        "forms-disagree": FAULTS["qform moved"][1],
     }
     label = np.asarray(nibabel.load(root / "labelsTr" / f"{names[1]}.nii.gz").dataobj)
     for name, put in zip(names, plants.values(), strict=False):
         put(Planter(root, name))
     repaired = repair_and_compare(root)
+    for folder in ("imagesTr", "labelsTr"):  # only a header was written again
+        file = f"{folder}/{names[2]}.nii.gz"
+        before, after = (gzip.decompress((top / file).read_bytes()) for top in (root, repaired.root))
+        assert before[348:] == after[348:]
+        assert before != after
     written = nibabel.load(repaired.root / "labelsTr" / f"{names[1]}.nii.gz")
     assert written.get_data_dtype() == np.uint8
     np.testing.assert_array_equal(np.asarray(written.dataobj), label)
@@ -65,6 +73,10 @@ def test_what_needs_no_guess_is_corrected_and_checked_again(root):
     assert [(row["case"], row["kind"]) for row in repaired.repaired] == [
         (names[0], "affine"),
         (names[1], "label-fractions"),
+        (names[2], "mirrored"),
+        (names[2], "mirrored"),
+        (names[3], "forms-disagree"),
+        (names[3], "forms-disagree"),
     ]
     assert repaired.left_out == repaired.kept_bad == ()
     again = check_task(load_task(repaired.root))
@@ -75,14 +87,21 @@ def test_what_needs_no_guess_is_corrected_and_checked_again(root):
     assert record["repaired"] == [dict(row) for row in repaired.repaired]
 
 
-def test_a_label_without_a_place_takes_its_images(root):
-    bare = Planter(root, names_of(root)[0])
+def test_a_label_without_a_place_takes_its_images_and_a_shear_switches_the_qform_off(root):
+    bare, tilted = (Planter(root, name) for name in names_of(root)[:2])
     unplaced = nibabel.Nifti1Image(np.asarray(nibabel.load(bare.label).dataobj), None)
     unplaced.set_sform(None, code=0)
     unplaced.set_qform(None, code=0)
     nibabel.save(unplaced, bare.label)
+    shear = np.eye(4)
+    shear[0, 1] = 0.2  # a tilted gantry: no rotation, so no qform
+    for path in (tilted.image, tilted.label):
+        stored = nibabel.load(path)
+        save(path, np.asarray(stored.dataobj), stored.affine @ shear, stored.affine)
     repaired = repair_and_compare(root)
     assert (repaired.repaired[0]["case"], repaired.repaired[0]["kind"]) == (bare.name, "affine")
+    written = nibabel.load(repaired.root / "imagesTr" / f"{tilted.name}.nii.gz")
+    assert (int(written.header["sform_code"]), int(written.header["qform_code"])) == (1, 0)
     assert check_task(load_task(repaired.root)).findings == ()
 
 

@@ -109,11 +109,12 @@ def test_a_grid_that_is_reordered_is_found_from_both_sides():
 
 
 def test_values_next_to_integers_are_printed_in_full(root):
-    """A label times 1.0000001 was refused for its values 1 and 2."""
+    """A label times 1.0000001 was refused for its values 1 and 2, "probably resampled"."""
     Planter(root, "case_00").change("label", lambda voxels: voxels * np.float32(1.0000001))
     message = problem_of(root).message
     assert "(1.0000001, 2.0000002)" in message
     assert "volseg data check --fix" in message
+    assert "resampled" not in message
 
 
 POINTED = (lambda content: POINTER, "is a pointer of Git LFS, .*git lfs pull")
@@ -185,10 +186,19 @@ def test_a_preprocessed_image_that_is_not_finite_is_refused_before_the_training(
         VolumeCache([{"case": "hot", "image": image, "label": label}])
 
 
-def test_a_label_map_that_is_given_as_an_image_to_predict_is_remarked_on(root):
+OTHER_LABELS = {
+    "declared values": lambda label: label,
+    "values of another task": lambda label: np.where(label == 1, 40, label * 3),
+    "one structure": lambda label: (label > 0).astype(np.uint8),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_LABELS)
+def test_a_label_map_that_is_given_as_an_image_to_predict_is_remarked_on(root, kind):
     """It was predicted with no message; `volseg predict` logs the remarks of each case that it reads."""
     task, case = load_task(root), Planter(root, "case_00")
-    shutil.copyfile(case.label, case.image)
+    stored = nibabel.load(case.label)
+    save(case.image, OTHER_LABELS[kind](np.asarray(stored.dataobj)).astype(np.uint8), stored.affine)
     read = read_case({"case": "given", "image": case.image}, task, digests=False)
     assert [(remark.kind, remark.case) for remark in read.remarks] == [("image-like-label", "given")]
     assert read.problems == ()
@@ -307,6 +317,15 @@ def count_kinds(root):
     return Counter(finding.kind for finding in check_task(load_task(root)).findings)
 
 
+def draw_lesions(rng):
+    """Yield cases with one lesion each, of any size, at any place."""
+    shape = (SIDE + 8,) * 3
+    for _ in range(30):
+        image = draw_body(rng, shape)
+        lesion = ball(shape, rng.uniform(11, 24, 3), np.exp(rng.uniform(0.3, np.log(9)))) & (image > 0)
+        yield image + 100 * lesion, lesion, (1, 1, 1)
+
+
 def draw_stack(rng, thickness=1):
     shape = (SIDE, SIDE, round(48 / thickness))
     radii = rng.uniform(4, 6, 3) / (1, 1, thickness)
@@ -329,6 +348,17 @@ def draw_ignored(rng):
         yield image, label, spacing
 
 
+def draw_points(rng):
+    """Two lesions of a voxel, beside the edge of a mask."""
+    for number in range(30):
+        image, organ, spacing = draw_stack(rng)
+        if number == 0:
+            image, organ = np.where(organ, image - 100, image), np.zeros_like(organ)
+            organ[10, 12, 20] = organ[17, 12, 30] = True
+            image[organ] += 60
+        yield image, organ, spacing
+
+
 def draw_chests(rng):
     """Bones and lungs, of which the first case has lungs only."""
     shape = (SIDE,) * 3
@@ -343,12 +373,18 @@ def draw_chests(rng):
 
 BONES = {"labels": {"0": "background", "1": "bone", "2": "lung"}, "modality": {"0": "CT"}}
 SOUND = {
-    # Three stacks of 6 mm among 37 of 1 mm had remarks on other things that follow from the thickness.
+    # A small lesion of unusual contrast was reported as shifted by 12 voxels. Where lesions lie anywhere, places say
+    # nothing.
+    "lesions anywhere": (draw_lesions, 0, {}, lambda kinds: not kinds.keys() & {"label-shifted", "label-mirrored"}),
+    "other lesions": (draw_lesions, 1, {}, lambda kinds: not kinds.keys() & {"label-shifted", "label-mirrored"}),
+    # Three stacks of 6 mm among 37 of 1 mm had remarks on spacing, noise, unlike slices, jumps and ragged labels.
     "stacks of 6 mm": (draw_thick(6), 0, {}, lambda kinds: kinds == {"spacing": 3}),
     # Of slices twice as thick the spacing was remarked on, although the size of the patient was usual.
     "stacks of 2 mm": (draw_thick(2), 0, {}, lambda kinds: "spacing" not in kinds),
     # Ignored voxels counted as background, so labels were reported as small, and as shifted.
     "ignored voxels": (draw_ignored, 2, {"ignore": 2}, lambda kinds: not kinds),
+    # They were reported as a ragged label, and the edge of the mask as an overflow.
+    "lesions of a voxel": (draw_points, 3, {}, lambda kinds: not kinds.keys() & {"label-ragged", "wrapped"}),
     # A crop with one of the two structures was reported as dark, and its label as lying on air.
     "lungs without bones": (draw_chests, 4, BONES, lambda kinds: not kinds),
 }

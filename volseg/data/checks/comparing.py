@@ -1,105 +1,36 @@
-"""Compare the cases of a data set: cases that are unlike the others, and labels that few cases or no case have.
+"""Compare the cases of a data set: cases that are unlike the others, labels that no case has, and copied images.
 
-A value is an outlier if it is beyond Tukey's outer fences [1]_, three quartile ranges from the quartiles, and differs
-from the median by an amount that matters for its statistic. If more than a tenth of the cases are outliers, the data
-set is mixed, which is reported once.
+Statistics of single cases are compared by `volseg.data.checks.facts`. Where many cases differ, the data set is mixed,
+which is reported once.
 
-References
-----------
-.. [1] Tukey, Exploratory Data Analysis (1977), chapter 2: outer fences.
+For copies, thumbnails of all images are compared with each other, in the eight mirrorings. The most similar pairs are
+read again and compared voxel by voxel where they overlap: two patients, or two scans of one patient, differ by as much
+as neighbouring voxels do, and a copy only by rounding.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
 
 import numpy as np
 
 from volseg.data.cases import Case, Task
-from volseg.data.checks.facts import ChannelFacts, ComparedCase, ImageFacts, StructureFacts
-from volseg.data.checks.kinds import Finding
-from volseg.formatting import list_some
-
-FEWEST_CASES = 10
-"""Cases that a statistic needs before one of them can be an outlier."""
-
-FENCE = 3.0
-"""Quartile ranges from the quartiles."""
-
-RARE = 0.1
-"""Largest share of the cases that can be outliers."""
-
-Tail = Literal["low", "high", "both"]
-
-
-def find_outliers(
-    values: Sequence[float], margin: float, tail: Tail = "both", *, is_ratio: bool = False, fewest: int = FEWEST_CASES
-) -> list[int]:
-    """Return the indices of the outliers.
-
-    Parameters
-    ----------
-    margin : float
-        Smallest distance of an outlier from the median; a factor if ``is_ratio``.
-    tail : {"low", "high", "both"}
-        Side of the outliers.
-    is_ratio : bool
-        Compare the logarithms of positive values.
-    fewest : int
-        Number of values below which none is an outlier.
-    """
-    if len(values) < fewest:
-        return []
-    compared = np.asarray(values, dtype=np.float64)
-    if is_ratio:
-        compared, margin = np.log(np.maximum(compared, np.finfo(np.float64).tiny)), np.log(margin)
-    lower, median, upper = np.percentile(compared, [25, 50, 75])
-    reach = FENCE * (upper - lower)
-    is_low = (compared < lower - reach) & (compared < median - margin)
-    is_high = (compared > upper + reach) & (compared > median + margin)
-    outliers: list[int] = {"low": is_low, "high": is_high, "both": is_low | is_high}[tail].nonzero()[0].tolist()
-    return outliers if len(outliers) <= max(1, RARE * len(values)) else []
-
-
-@dataclass(frozen=True, slots=True)
-class OutlierRule:
-    """A statistic of a label or a channel, and the rule for its outliers; see `find_outliers`."""
-
-    kind: str
-    tail: Tail
-    margin: float
-    statistic: Callable[[Any], float]
-    """Function of a `LabelShape` or of `ChannelFacts`."""
-    message: str
-    """Template with ``{value}`` and ``{median}``."""
-    is_ratio: bool = False
-
-
-AXES = ("left-right", "front-back", "head-feet")
-"""Names of the axes of an upright volume."""
-
-VOLUME = "{value:.3g} mm3, elsewhere about {median:.3g}"
-FULL = "{value:.0%} of the voxels are background, elsewhere about {median:.0%}"
-STRAY = "a voxel {value:.2g} radii from the largest part, elsewhere {median:.2g}"
-CUT = "{value:.0%} of its surface, elsewhere {median:.0%}"
-EMPTY = "{value:.0%} of the slices, elsewhere {median:.0%}"
-LABEL_RULES = (
-    OutlierRule("label-volume", "both", 5, attrgetter("volume"), VOLUME, is_ratio=True),
-    OutlierRule("label-full", "low", 10, attrgetter("unlabelled"), FULL, is_ratio=True),
-    OutlierRule("label-scattered", "high", 0.3, attrgetter("stray"), STRAY),
-    OutlierRule("label-cut", "high", 0.03, attrgetter("on_faces"), CUT),
+from volseg.data.checks.facts import (
+    AXES,
+    FEWEST_CASES,
+    RARE,
+    ChannelFacts,
+    ComparedCase,
+    ImageFacts,
+    StructureFacts,
+    find_outliers,
+    report_odd_images,
+    report_odd_labels,
+    turn_upright,
 )
-EMPTY_SLICES = OutlierRule("empty-slices", "high", 0.1, attrgetter("empty_slices"), EMPTY)
-
-
-def _apply(rule: OutlierRule, measured: Sequence[tuple[Case, Any]], field: str, where: str = "") -> Iterator[Finding]:
-    values = [rule.statistic(of) for _, of in measured]
-    for index in find_outliers(values, rule.margin, rule.tail, is_ratio=rule.is_ratio):
-        message = where + rule.message.format(value=values[index], median=float(np.median(values)))
-        yield Finding.of(measured[index][0], rule.kind, message, field)
-
+from volseg.data.checks.kinds import Finding
+from volseg.data.readers import read_volume
+from volseg.formatting import list_some
 
 FEW_CASES = 5
 """Cases that grids and intensities need before one of them can be an outlier: factors this large show among few."""
@@ -107,6 +38,9 @@ FEW_CASES = 5
 FAR_SIZE, FAR_SPACING, FAR_SCALE = 1.5, 3.0, 10.0
 """Factors from the median beyond which a size, a spacing, and a range of intensities can be outliers. Among fewer than
 `FEWEST_CASES` a size needs the factor of a spacing."""
+
+THICKNESS_SHOWS = {"noise", "slices-unlike", "wrapped", "label-ragged"}
+"""Kinds of findings that an unusual slice thickness explains."""
 
 ALWAYS, FEWEST_ALWAYS = 0.95, 20
 """A label is expected in each case if this share of the cases has it, among at least this many."""
@@ -116,6 +50,9 @@ MIXED_SCALE = 100.0
 
 COMMON = 0.8
 """Share of the cases that makes a rule."""
+
+APART = 0.05
+"""Largest share of the cases that can lie apart from all others by their range of intensities."""
 
 FOLDS = 5
 """Folds of nnU-Net's cross-validation, the default here too."""
@@ -140,21 +77,22 @@ def compare_cases(facts: Sequence[ComparedCase], task: Task) -> list[Finding]:
     """Return the findings of a comparison of cases; all are remarks."""
     labelled = [fact for fact in facts if fact.label_counts]
     images = [(fact.case, fact.image) for fact in facts if fact.image is not None]
-    labels = [(fact.case, fact.label) for fact in facts if fact.label is not None]
+    unlike = _list_unlike_spacings(images)
+    odd = (*report_odd_labels(facts), *report_odd_images(facts, task))
     found = [
         *_compare_label_counts(labelled, task),
         *_list_same_labels(labelled, task),
         *_compare_orientations(images),
         *_compare_grids(images),
         *_list_absent_labels(labelled, task),
-        *(finding for rule in LABEL_RULES for finding in _apply(rule, labels, "label")),
+        *(finding for finding in odd if finding.case not in unlike or finding.kind not in THICKNESS_SHOWS),
     ]
     for index, modality in enumerate(task.modalities):
         where = f"{modality}, " if task.num_channels > 1 else ""
         is_ct = modality.strip().lower() == "ct"
         channels = [(case, image.channels[index]) for case, image in images if len(image.channels) == task.num_channels]
         found += _check_ct(channels, where) if is_ct else _compare_scales(channels, where)
-        found += [*_compare_structures(channels, where, is_ct=is_ct), *_apply(EMPTY_SLICES, channels, "image", where)]
+        found += _compare_structures(channels, where, is_ct=is_ct)
     return list({(one.case, one.kind): one for one in reversed(found)}.values())[::-1]
 
 
@@ -229,8 +167,26 @@ def _compare_grids(images: Images) -> Iterator[Finding]:
                 yield Finding.of(images[outlier][0], kind, detail)
 
 
+def _list_unlike_spacings(images: Images) -> set[str]:
+    """Return the cases whose spacing is far from the median, for any number of them."""
+    logs = np.log([image.spacing for _, image in images]).reshape(-1, 3)
+    far = np.abs(logs - np.median(logs, axis=0)).max(1) > np.log(FAR_SPACING) if len(images) else []
+    return {case["case"] for (case, _), is_far in zip(images, far, strict=True) if is_far}
+
+
 def _list_far(values: Sequence[float], factor: float) -> list[int]:
     return find_outliers(values, factor, is_ratio=True, fewest=FEW_CASES)
+
+
+def _list_apart(values: Sequence[float], factor: float) -> list[int]:
+    """Return the indices of values that are a factor below or above all others, for any spread of these."""
+    order = np.argsort(values)
+    logs = np.log(np.maximum(np.array(values)[order], np.finfo(np.float64).tiny))
+    most = max(1, int(APART * len(values)))
+    wide = (np.diff(logs) > np.log(factor)).nonzero()[0]
+    low = max((at + 1 for at in wide if at < most), default=0)
+    high = min((at + 1 for at in wide if at + 1 >= len(values) - most), default=len(values))
+    return [*order[:low].tolist(), *order[high:].tolist()]
 
 
 def _compare_scales(channels: Channels, where: str) -> Iterator[Finding]:
@@ -240,7 +196,7 @@ def _compare_scales(channels: Channels, where: str) -> Iterator[Finding]:
     low, high = np.percentile(ranges, [100 * RARE / 2, 100 - 100 * RARE / 2])
     if low > 0 and high / low > MIXED_SCALE:
         yield Finding("", None, f"{where}ranges of {min(ranges):.3g} to {max(ranges):.3g}", "intensity-mixed")
-    for place in _list_far(ranges, FAR_SCALE):
+    for place in sorted({*_list_far(ranges, FAR_SCALE), *_list_apart(ranges, FAR_SCALE)}):
         detail = f"{where}a range of {ranges[place]:.3g}, elsewhere about {np.median(ranges):.3g}"
         yield Finding.of(channels[place][0], "intensity-scale", detail)
 
@@ -301,3 +257,112 @@ def describe_data(facts: Sequence[ComparedCase], task: Task) -> dict[str, object
             for value, name in sorted(task.labels.items())
         },
     }
+
+
+SMALLEST_CORRELATION = 0.6
+"""Correlation of two thumbnails, after subtracting the mean thumbnail, from which a pair may be read again."""
+
+FEWEST_USUAL = 10
+"""Images from which on the mean thumbnail is subtracted."""
+
+SAME = 0.25
+"""Largest difference of a copy, up to a scale, in differences of neighbouring voxels (medians). Rounding to 8 bits
+leaves 0.1; two noisy images of one object have 1."""
+
+FEWEST_COMPARED = 1000
+"""Voxels that must differ from their neighbour, for a median of the differences."""
+
+FEWEST_PAIRS, PAIRS_PER_CASE = 8, 0.125
+"""Most pairs that are read again, the larger of: a number, and a number per case."""
+
+OVERLAP = 0.5
+"""Least share of the smaller image that is in the larger image."""
+
+BLOCK_SIDE = 96
+"""Voxels along each axis of the blocks, around the middle, that are compared."""
+
+ROWS = 256
+"""Thumbnails compared with all others at a time."""
+
+MIRRORINGS = tuple(axes for count in range(4) for axes in combinations(range(3), count))
+
+
+def report_copies(facts: Sequence[ComparedCase], digests: Mapping[str, str]) -> list[Finding]:
+    """Remark on both cases of each pair whose images are copies without being equal.
+
+    Parameters
+    ----------
+    facts : sequence of ComparedCase
+        All cases.
+    digests : mapping
+        Case id to the digest of the image; equal images are a finding of their own.
+    """
+    cases = [fact.case for fact in facts if fact.thumbnail is not None and fact.thumbnail.any()]
+    thumbnails = np.array([fact.thumbnail for fact in facts if fact.thumbnail is not None and fact.thumbnail.any()])
+    named = [digests.get(case["case"]) for case in cases]
+    partners: dict[int, list[str]] = {}
+    for one, other, mirrored in _list_alike(thumbnails, named):
+        images = [turn_upright(read_volume(cases[index]["image"])) for index in (one, other)]
+        if _agree(images[0], np.flip(images[1], mirrored)):
+            partners.setdefault(one, []).append(cases[other]["case"])
+            partners.setdefault(other, []).append(cases[one]["case"])
+    return [
+        Finding.of(cases[index], "image-copy", f"of {', '.join(names)}") for index, names in sorted(partners.items())
+    ]
+
+
+def _list_alike(thumbnails: np.ndarray, digests: Sequence[str | None]) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return the most similar pairs with other digests, each with the axes along which one image is mirrored."""
+    if not len(thumbnails):
+        return []
+    found: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+    usual = thumbnails.mean(0) if len(thumbnails) >= FEWEST_USUAL else 0
+    flat = _standardise(thumbnails - usual)
+    for axes in MIRRORINGS:
+        mirrored = _standardise(np.flip(thumbnails, tuple(axis + 1 for axis in axes)) - usual)
+        for start in range(0, len(flat), ROWS):
+            likeness = flat[start : start + ROWS] @ mirrored.T
+            for row, other in np.argwhere(likeness > SMALLEST_CORRELATION).tolist():
+                one, value = start + row, float(likeness[row, other])
+                best = found.get((one, other), (0.0, ()))[0]
+                if one < other and value > best and digests[one] != digests[other]:
+                    found[one, other] = value, axes
+    ordered = sorted(found.items(), key=lambda item: -item[1][0])
+    return [(*pair, axes) for pair, (_, axes) in ordered[: max(FEWEST_PAIRS, round(PAIRS_PER_CASE * len(flat)))]]
+
+
+def _standardise(thumbnails: np.ndarray) -> np.ndarray:
+    flat = thumbnails.reshape(len(thumbnails), -1)
+    standardised: np.ndarray = flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-9)
+    return standardised
+
+
+def _agree(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two images are equal after a shift by whole voxels and a linear change of intensities."""
+    from scipy.signal import correlate  # takes a second, for few pairs of images
+
+    blocks = [_take_middle(image) for image in (one, other)]
+    match = correlate(*(block - block.mean() for block in blocks), method="fft")
+    place = np.unravel_index(int(match.argmax()), match.shape)
+    shift = [int(at) - side + 1 for at, side in zip(place, blocks[1].shape, strict=True)]
+    parts = []
+    for block, sign in ((blocks[0], 1), (blocks[1], -1)):
+        starts = [max(0, sign * at) for at in shift]
+        parts.append(block[tuple(slice(start, None) for start in starts)])
+    sides = [min(side, other_side) for side, other_side in zip(parts[0].shape, parts[1].shape, strict=True)]
+    if np.prod(sides) < OVERLAP * min(block.size for block in blocks):
+        return False
+    given, copied = (part[tuple(slice(side) for side in sides)] for part in parts)
+    variance = given.var()
+    if variance == 0:
+        return False
+    scale = ((given - given.mean()) * (copied - copied.mean())).mean() / variance
+    apart = np.abs(copied - copied.mean() - scale * (given - given.mean()))[1:]
+    steps = np.abs(np.diff(copied, axis=0))
+    varies = steps > 0
+    return int(varies.sum()) >= FEWEST_COMPARED and float(np.median(apart[varies])) < SAME * np.median(steps[varies])
+
+
+def _take_middle(image: np.ndarray) -> np.ndarray:
+    starts = [max(0, (side - BLOCK_SIDE) // 2) for side in image.shape]
+    return image[tuple(slice(start, start + BLOCK_SIDE) for start in starts)].astype(np.float64)

@@ -50,8 +50,9 @@ KINDS: Mapping[str, FindingKind] = {
     "label-undeclared": _bad("label values that nobody declared", "correct the label map or declare the value"),
     "image-is-label": _bad("image and label are the same", "name the image's own file"),
     "swapped": _bad("image and label are swapped", "name them the other way round"),
-    "shape": _bad(
-        "image and label differ in shape", "resample the label onto the image's grid with nearest neighbours"
+    "shape": _bad("image and label differ in shape", "resample the label"),
+    "label-coarser": _bad(
+        "the label lies on a coarser or finer grid", "resample it onto the image's grid with nearest neighbours"
     ),
     "affine": _bad(
         "image and label lie in different places",
@@ -93,14 +94,24 @@ KINDS: Mapping[str, FindingKind] = {
         "the file has neither sform nor qform", "it is placed only by its spacing: orientation and side are a guess"
     ),
     "mirrored": _look(
-        "sform and qform mirror each other (left-right)", "one of them swaps the sides, and the sform is taken"
+        "sform and qform mirror each other (left-right)",
+        "one of them swaps the sides, and the sform is taken",
+        "the qform is made the sform's, or switched off where it cannot be",
     ),
-    "forms-disagree": _look("sform and qform disagree", "the sform is taken, other programs may go by the qform"),
+    "forms-disagree": _look(
+        "sform and qform disagree",
+        "the sform is taken, other programs may go by the qform",
+        "the qform is made the sform's, or switched off where it cannot be",
+    ),
     "same-image": _look(
         "the same image stands under several names", "keep one, or it counts more than others and may be tested on"
     ),
     "trains-and-tests": _look("a test image trains as well", "take one of them out"),
     "same-label": _look("the same label map stands beside different images", "one of them belongs to another case"),
+    "image-copy": _look(
+        "the image is a cropped, mirrored or rescaled copy of another case's image",
+        "keep one; otherwise it counts twice, and may be in training and test",
+    ),
     "label-full": _look(
         "the label covers the whole volume", "is the background labelled, or the image cropped to the structure?"
     ),
@@ -112,6 +123,10 @@ KINDS: Mapping[str, FindingKind] = {
         "a label that nearly all cases have is missing",
         "was it merged into another label, or forgotten? it may be absent after surgery",
     ),
+    "label-ragged": _look(
+        "the label is as ragged as noise",
+        "is it the right file, stored as integers? many small structures look like this too",
+    ),
     "label-scattered": _look(
         "labelled voxels lie far from the largest connected part",
         "remove stray voxels, unless they are a second structure",
@@ -119,6 +134,15 @@ KINDS: Mapping[str, FindingKind] = {
     "label-cut": _look(
         "the label reaches the faces of the volume",
         "is the volume cut off, or the label shifted? the field of view may be smaller",
+    ),
+    "label-shifted": _look(
+        "the label is probably shifted against the image", "view both together; the patient may be unusual"
+    ),
+    "label-mirrored": _look(
+        "the label is probably mirrored against the image", "view both together; the patient may be unusual"
+    ),
+    "labels-exchanged": _look(
+        "the labels of two cases are probably exchanged", "view both cases, and exchange the files if so"
     ),
     "label-missing": _look(
         "a declared label is in no case", "declare what is there, or look for the cases that have it"
@@ -135,6 +159,20 @@ KINDS: Mapping[str, FindingKind] = {
     "intensity-scale": _look(
         "intensities of another scale than the other cases'",
         "export it as the others, or normalise each case by itself (ZScore)",
+    ),
+    "noise": _look(
+        "the image is noisier than the other cases' images",
+        "noise, swapped bytes and integer overflows look like this; another protocol may too",
+    ),
+    "slices-unlike": _look(
+        "neighbouring slices differ more than those of other cases",
+        "are slices missing, or is the spacing wrong? thicker slices look like this too",
+    ),
+    "wrapped": _look(
+        "intensities jump as after an integer overflow", "export it in a type that holds its values, such as float32"
+    ),
+    "saturated": _look(
+        "many voxels have the highest value", "export it with all its values; padding and masks look like this too"
     ),
     "empty-slices": _look("slices hold a single value", "are slices missing? padding looks like this too"),
     "intensity-mixed": _look(

@@ -24,6 +24,7 @@ from volseg.data.checks.volumes import (
     check_label_voxels,
     count_values,
     holds_labels_only,
+    resembles_labels,
 )
 from volseg.data.readers import Files, list_case_files, list_files, name_files, read_label, read_volume
 from volseg.data.threads import map_in_threads
@@ -165,7 +166,7 @@ def _compare_fields(
             return [*others, _describe(case, "image", Fault("swapped", text))]
     if image is None or any(finding.kind in NO_VALUES for finding in found):
         return found
-    is_like_label = holds_labels_only(image.as_tensor(), task)
+    is_like_label = holds_labels_only(image.as_tensor(), task) or resembles_labels(image.as_tensor())
     return [*found, _describe(case, "image", Fault("image-like-label", ""))] if is_like_label else found
 
 

@@ -1,19 +1,21 @@
 """Write a corrected copy of a data set: safe repairs only, and a record of them.
 
-Two faults are repaired: a label whose place differs from its image's by rounding, that has no place, or whose axes have
-another order; and label values within a thousandth of integers. All other faults need a person who knows the patient:
-the value for a NaN, the meaning of an undeclared value, the right name of two equal images.
+Three faults are repaired: a label whose place differs from its image's by rounding, that has no place, or whose axes
+have another order; label values within a thousandth of integers; and a qform that disagrees with the sform, by the rule
+of the readers. All other faults need a person who knows the patient: the value for a NaN, the meaning of an undeclared
+value, the right name of two equal images.
 
 The copy is a task in MSD's layout with its own files. A later edit would write through links, and change the original.
 The copy appears under its name once it is complete, and every repaired case has been read again.
 """
 
+import gzip
 import json
 import os
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ from volseg.data.cases import Case, Split, Task, write_splits
 from volseg.data.checks.kinds import KINDS, Finding
 from volseg.data.checks.reading import read_case
 from volseg.data.checks.task import TaskCheck
-from volseg.data.checks.volumes import ROUNDED_VALUE
+from volseg.data.checks.volumes import ROUNDED_VALUE, check_grid
 from volseg.data.itk import simpleitk
 from volseg.data.readers import list_files, read_label, read_volume, stem
 from volseg.data.threads import map_in_threads
@@ -40,6 +42,7 @@ from volseg.transforms.grid import Grid
 ROUNDED_VOXELS = 0.25
 """Largest distance of a label from its image that counts as rounding: half of the usual error of half a voxel."""
 
+FORMS = {"mirrored", "forms-disagree"}
 PLACES = {"affine", "label-fractions", "label-reordered"}
 DETACHED = {".mhd": ".mha", ".nhdr": ".nrrd"}
 """Headers with voxels in a second file, and the suffix of the format that holds both in one."""
@@ -147,7 +150,8 @@ def _write_case(
     case: Case, found: Sequence[Finding], *, task: Task, root: Path, keep_bad: bool, once: Mapping[str, Sequence[str]]
 ) -> _Outcome:
     """Copy a case with possible repairs; ``once`` maps cases to their duplicates, which are left out."""
-    bad = {finding.kind for finding in found if finding.severity == "bad"}
+    kinds = {finding.kind for finding in found}
+    bad = {kind for kind in kinds if KINDS[kind].severity == "bad"}
     stays_alone = "leak" in bad and case["case"] in once and not keep_bad
     bad -= {"leak"} if stays_alone else set()
     label = _repair_label(case, task) if bad and bad <= PLACES else None
@@ -172,6 +176,9 @@ def _write_case(
             done += [_describe_repair(copied["label"], name, kind, root) for kind in sorted(bad)]
     if stays_alone:
         done.append(_describe_repair(copies[0], name, "leak", root))
+    if kinds & FORMS:
+        files = [*copies, *([copied["label"]] if "label" in copied and label is None else [])]
+        done += [_describe_repair(file, name, kind, root) for file in files for kind in _align_forms(file)]
     if done:
         _require_repaired(copied, task, {row["kind"] for row in done})
     return _Outcome(case=copied, done=tuple(done), is_bad=is_bad)
@@ -229,9 +236,34 @@ def _write_label(label: MetaTensor, path: Path) -> None:
     image = nibabel.Nifti1Image(voxels.astype(kind), affine)
     image.header.set_xyzt_units("mm")
     image.header.set_sform(affine, code="scanner")
-    with suppress(HeaderDataError):  # an affine with shears has no qform
-        image.header.set_qform(affine, code="scanner", strip_shears=False)
+    _set_qform(image.header, affine, 1)
     nibabel.save(image, path)
+
+
+def _align_forms(file: Path) -> list[str]:
+    """Make the qform of a copied NIfTI file agree with its sform; return the kinds of the repaired faults.
+
+    Only the header is written again: the voxels keep their bytes.
+    """
+    found = [fault.kind for fault in check_grid(read_volume(file)) if fault.kind in FORMS]
+    if found:
+        is_packed = file.suffix.lower() == ".gz"
+        content = gzip.decompress(file.read_bytes()) if is_packed else file.read_bytes()
+        kinds = (nibabel.Nifti1Header, nibabel.Nifti2Header)
+        kind = next(kind for kind in kinds if kind.may_contain_header(content[: kind.sizeof_hdr]))
+        header = kind(content[: kind.sizeof_hdr], check=False)
+        _set_qform(header, header.get_sform(), int(header["qform_code"]))
+        content = header.binaryblock + content[kind.sizeof_hdr :]
+        file.write_bytes(gzip.compress(content, mtime=0) if is_packed else content)
+    return found
+
+
+def _set_qform(header: Any, sform: np.ndarray, code: int) -> None:
+    """Set the qform to the sform, or switch it off if the sform has shears, which a qform cannot express."""
+    try:
+        header.set_qform(sform, code, strip_shears=False)
+    except HeaderDataError:
+        header["qform_code"] = 0
 
 
 def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome], target: Path) -> RepairedTask:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from volseg.data.cases import Case, Split, Task, folds
-from volseg.data.checks.comparing import FOLDS, compare_cases, describe_data
+from volseg.data.checks.comparing import compare_cases, describe_data, report_copies
 from volseg.data.checks.facts import ComparedCase, measure
 from volseg.data.checks.kinds import Finding
+from volseg.data.checks.placing import report_displaced_labels
 from volseg.data.checks.reading import (
     CheckedCase,
     expect_bytes,
@@ -32,6 +33,9 @@ from volseg.formatting import align_columns, list_some
 from volseg.memory import available_bytes
 
 Verdict = Literal["ok", "look", "bad"]
+
+FOLDS = 5
+"""Folds of a training with a default config."""
 
 FIELDS = ("image", "label")
 JSON_FORMAT = "volseg data check, 1"
@@ -182,6 +186,8 @@ def check_task(
     leaking = {leak.case for leak in leaks}
     doubles = [one for one in remark_on_same_images(digests) if one.kind != "same-image" or one.case not in leaking]
     findings += [*leaks, *doubles, *of_patients, *compare_cases(facts, task)]
+    findings += report_copies(facts, {case["case"]: digest for case, digest in digests})
+    findings += list(report_displaced_labels(facts, findings, task))
     same = [[case["case"] for case in several] for several in group_equal_images(trained)]
     return TaskCheck(
         task=task,

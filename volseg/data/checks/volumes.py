@@ -36,6 +36,19 @@ MOST_FRACTIONS = 5
 ROUNDED_VALUE = 1e-3
 """Largest distance of a label's values from an integer that counts as rounding."""
 
+MOST_LABELS, LEAST_AGREEMENT = 256, 0.6
+"""Most values of a label map, and its least agreement. Images of 8 bits have a tenth, noise of two values a half, the
+hippocampus three quarters."""
+
+FEWEST_PAIRS = 200
+"""Pairs of neighbours that an agreement needs: two lesions of one voxel each are no noise."""
+
+COMPARED_VOXELS = 1 << 22
+"""About how many voxels are compared with their neighbours."""
+
+SAME_SPACING = 0.01
+"""Relative difference up to which two spacings count as one, rounded."""
+
 
 class Fault(NamedTuple):
     """A kind of finding, and its text; a sentence about the file if bad."""
@@ -133,12 +146,7 @@ def check_label_voxels(label: MetaTensor, values: LabelValues | None, task: Task
         yield fault
         return
     if values.fractions:
-        yield Fault(
-            "label-fractions",
-            f"holds values that are no integers ({_list_values(values.fractions, values.num_fractions)}), "
-            f"{values.farthest:.1g} off at most; export it again with nearest neighbours, or round values up to "
-            f"{ROUNDED_VALUE:g} off by `volseg data check --fix`",
-        )
+        yield Fault("label-fractions", _describe_fractions(voxels, values))
         return
     declared = {*task.file_values}
     if unknown := sorted(value for value in values.counts if value not in declared):
@@ -154,6 +162,20 @@ def check_label_voxels(label: MetaTensor, values: LabelValues | None, task: Task
     labelled = task.labelled(case)
     if labelled is not None and (extra := sorted((structures & declared) - {*labelled})):
         yield Fault("label-not-looked-for", _list_values(extra, len(extra)))
+
+
+def _describe_fractions(voxels: Tensor, values: LabelValues) -> str:
+    found = _list_values(values.fractions, values.num_fractions)
+    if values.farthest <= ROUNDED_VALUE:
+        return (
+            f"holds values that are no integers ({found}), {values.farthest:.1g} off at most, as after a scale factor; "
+            "round them, for example by `volseg data check --fix`"
+        )
+    probabilities = " of a probability map" if voxels.min() >= 0 and voxels.max() <= 1 else ""
+    return (
+        f"holds values{probabilities} that are no integers ({found}); it was probably resampled linearly, so export it "
+        "again with nearest neighbours"
+    )
 
 
 def count_values(voxels: Tensor) -> LabelValues | None:
@@ -193,6 +215,34 @@ def holds_labels_only(image: Tensor, task: Task) -> bool:
     return bool(lowest != highest)
 
 
+def resembles_labels(image: Tensor) -> bool:
+    """Return whether a volume holds few integers, mostly next to equal ones, as label maps of any task do."""
+    channel = image[0]
+    middle = channel[channel.shape[0] // 2]
+    lowest, highest = (float(bound) for bound in channel.aminmax())
+    if not (lowest >= 0 and 0 < highest < MOST_COUNTED) or not middle.equal(middle.round()):
+        return False
+    values = count_values(channel)
+    if values is None or values.fractions or len(values.counts) > MOST_LABELS:
+        return False
+    return measure_agreement(channel.numpy()) > LEAST_AGREEMENT
+
+
+def measure_agreement(labels: np.ndarray) -> float:
+    """Return the share of neighbours with equal values, among pairs with at least one labelled voxel.
+
+    Neighbours share a plane along the first axis; in a large volume some planes are compared. NaN if there are fewer
+    than `FEWEST_PAIRS`.
+    """
+    planes = labels[:: -(-labels.size // COMPARED_VOXELS)]
+    pairs = same = 0
+    for one, other in ((planes[:, 1:], planes[:, :-1]), (planes[:, :, 1:], planes[:, :, :-1])):
+        counts = (one > 0) | (other > 0)
+        pairs += int(counts.sum())
+        same += int((counts & (one == other)).sum())
+    return same / pairs if pairs >= FEWEST_PAIRS else math.nan
+
+
 def check_label_place(image: MetaTensor, label: MetaTensor) -> Fault | None:
     """Return the fault of a label's place on its image's voxels, or None."""
     grid, other = Grid.of(image), Grid.of(label)
@@ -201,7 +251,22 @@ def check_label_place(image: MetaTensor, label: MetaTensor) -> Fault | None:
         return None
     if grid.find_axis_order(other) is not None:
         return Fault("label-reordered", misplaced)
-    return Fault("affine" if grid.shape == other.shape else "shape", misplaced)
+    if grid.shape == other.shape:
+        return Fault("affine", misplaced)
+    return Fault("label-coarser" if _is_resampled(grid, other) else "shape", misplaced)
+
+
+def _is_resampled(grid: Grid, other: Grid) -> bool:
+    """Return whether two grids cover the same place with different voxel sizes, up to a voxel of the coarser grid."""
+    steps = [each.affine[:3, :3].norm(dim=0) for each in (grid, other)]
+    if (steps[0] / steps[1] - 1).abs().max() < SAME_SPACING:
+        return False
+    faces = [
+        torch.tensor([(*corner, 1.0) for corner in product(*((-0.5, side - 0.5) for side in each.shape))]).double()
+        for each in (grid, other)
+    ]
+    apart = (grid.affine @ faces[0].T - other.affine @ faces[1].T)[:3].norm(dim=0).max()
+    return bool(apart <= torch.stack(steps).max())
 
 
 def _check_finite(voxels: Tensor) -> Fault | None:
