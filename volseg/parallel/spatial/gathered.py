@@ -72,6 +72,13 @@ def say_gathered(volume: ShardedVolume, what: str) -> None:
         )
 
 
+def gather(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a function that needs all voxels on the gathered volumes; warn once about a large one."""
+    for volume in volumes((args, kwargs)):
+        say_gathered(volume, f"calls {name_of(func)} with")
+    return run_gathered(func, args, kwargs)
+
+
 def whole_of(value: Any) -> Any:
     """Return a volume as an ordinary tensor; leave other values unchanged."""
     return value.full_tensor() if isinstance(value, ShardedVolume) else value

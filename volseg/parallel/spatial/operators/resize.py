@@ -1,4 +1,4 @@
-"""Interpolation: nearest, nearest-exact and the linear family, with either ``align_corners``; sampling at any point."""
+"""Interpolation: nearest, nearest-exact and the linear family, with either ``align_corners``."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,14 @@ from torch import Tensor
 from volseg.device import fusions, upsample2x
 from volseg.device.first_order import LinearMap
 from volseg.device.layout import DIM
-from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.operators.operands import each_sample, per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
 from volseg.parallel.spatial.operators.pooling import adaptive_pool
 from volseg.parallel.spatial.pending import PLAIN
 from volseg.parallel.spatial.plan.windows import ChosenPlanes, Resize, nearest_planes
 from volseg.parallel.spatial.sources import Moment, Unchanged
-from volseg.parallel.spatial.table import handles, refuse, refuse_if
-from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 NEAREST = ("nearest", "nearest-exact")
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -171,25 +170,3 @@ def _given_scales(given: dict, count: int) -> list[float | None]:
     if given["scale_factor"] is None or given["recompute_scale_factor"]:
         return [None] * count
     return [float(factor) for factor in per_dim(given["scale_factor"], count)]
-
-
-@handles("Interpolation", "F.grid_sample", treats="input grid mode padding_mode align_corners")
-def grid_sample(func: Callable, given: Any) -> Any:
-    """Sample the gathered input at the points of each slab, which may be anywhere in the volume."""
-    settings = {name: getattr(given, name) for name in ("mode", "padding_mode", "align_corners")}
-    source, grid = given.input, given.grid
-    volume: ShardedVolume = grid if isinstance(grid, ShardedVolume) else source
-    context = volume.context
-    if isinstance(source, ShardedVolume):
-        context.say_once("F.grid_sample may read a volume anywhere: its input is gathered on every device")
-    if not isinstance(grid, ShardedVolume):
-        # Dim i of the points is dim i + 1 of the result.
-        dims = [dim - 1 for dim in source.dims]
-        if any(dim < 1 or grid.shape[dim] != size for dim, size in zip(dims, source.sizes, strict=True)):
-            return run_gathered(func, (source, grid), settings)
-        grid = from_whole(grid, dims, context)
-    refuse_if(any(dim in (0, grid.ndim - 1) for dim in grid.dims), "batch and coordinates must not be cut")
-    wholes = context.spread(source.full_tensor() if isinstance(source, ShardedVolume) else source)
-    slabs = [func(own, places, **settings) for own, places in zip(wholes, grid.slabs, strict=True)]
-    shape = [*slabs[0].shape[:2], *grid.shape[1:-1]]
-    return ShardedVolume(slabs, [dim + 1 for dim in grid.dims], shape, context)
