@@ -478,12 +478,8 @@ def test_a_join_has_the_gradient_that_a_convolution_gives_it(devices: list[str])
 
 @pytest.mark.parametrize(
     "ask",
-    [
-        lambda join: join.register_hook(lambda gradient: gradient * 3),
-        lambda join: join.retain_grad(),
-        lambda join: torch.autograd.grad(join.sum(), join),
-    ],
-    ids=["hook", "retain_grad", "autograd.grad"],
+    [lambda join: join.register_hook(lambda gradient: gradient * 3), lambda join: join.retain_grad()],
+    ids=["hook", "retain_grad"],
 )
 def test_the_gradient_of_a_join_that_went_past_it_is_refused(ask: Callable[[Tensor], object]) -> None:
     """Without a word it was that of everything but the convolution."""

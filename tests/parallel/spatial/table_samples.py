@@ -203,15 +203,11 @@ def backward_of_several(x: Tensor) -> Tensor | None:
     return leaf.grad
 
 
-def gradient(x: Tensor) -> Tensor:
-    leaf, double = leaf_and_double(x)
-    return torch.autograd.grad(double, leaf, torch.ones(x.shape, dtype=x.dtype))[0]
-
-
-def hooked(x: Tensor) -> Tensor:
+def hooked(x: Tensor) -> Tensor | None:
     leaf, double = leaf_and_double(x)
     double.register_hook(lambda gradient: gradient * 3)
-    return torch.autograd.grad((double * 2).sum(), leaf)[0]
+    (double * 2).sum().backward()
+    return leaf.grad
 
 
 def kept_gradient(x: Tensor) -> tuple[None, Tensor | None]:
@@ -231,7 +227,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Tensor.detach_": lambda x: (x * 1).detach_(),
     "Tensor.backward": backward,
     "autograd.backward": backward_of_several,
-    "autograd.grad": gradient,
     "Tensor.register_hook": hooked,
     "Tensor.retain_grad": kept_gradient,
 }

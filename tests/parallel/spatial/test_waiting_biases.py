@@ -217,7 +217,6 @@ def test_a_bias_that_torch_refuses_is_refused(
         lambda found, result: found.register_hook(lambda gradient: gradient * 2),
         lambda found, result: found.retain_grad(),
         lambda found, result: torch.autograd.graph.register_multi_grad_hook((found, result), lambda gradients: None),
-        lambda found, result: torch.autograd.grad(result.square().sum(), found),
     ],
 )
 def test_the_gradient_of_what_a_norm_has_read_without_its_bias_is_refused(

@@ -90,34 +90,6 @@ def backward_of_several(
         torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=leaves)
 
 
-GRADIENTS = "outputs inputs grad_outputs retain_graph allow_unused materialize_grads"
-
-
-@handles("Metadata and autograd", "autograd.grad", rehearse=False, merged=True, rounded=True, treats=GRADIENTS)
-def differentiate(func: Callable, given: Any) -> tuple[Tensor | None, ...]:
-    """Return gradients with respect to volumes and ordinary tensors."""
-    roots, leaves = _sequence(given.outputs), _sequence(given.inputs)
-    slopes = _gradients(roots, given.grad_outputs)
-    with with_overrides():
-        found = torch.autograd.grad(_flat(roots), _flat_leaves(leaves), slopes, given.retain_graph, allow_unused=True)
-    results: list[Tensor | None] = []
-    for leaf in leaves:
-        parts = _flat([leaf])
-        gradients, found = found[: len(parts)], found[len(parts) :]
-        unused = all(gradient is None for gradient in gradients)
-        if unused and not given.allow_unused and not given.materialize_grads:
-            raise RuntimeError(  # as torch does
-                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
-                "if this is the desired behavior."
-            )
-        if unused and not given.materialize_grads:
-            results.append(None)
-            continue
-        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parts, gradients, strict=True)]
-        results.append(wrap(leaf, filled) if isinstance(leaf, ShardedVolume) else filled[0])
-    return tuple(results)
-
-
 def _sequence(tensors: Any) -> list[Any]:
     if isinstance(tensors, Tensor):
         return [tensors]
