@@ -43,8 +43,8 @@ class CutInput:
         if not same or any(get_storage_key(slab.untyped_storage()) != memory for slab in slabs):
             raise UnsupportedOperatorError(
                 f"the network changes its input of shape {tuple(self.whole.shape)} in place, and slabs on other "
-                "devices or processes are copies, so that the change would be lost. Pass input.clone(), or let the first layer "
-                "work out of place (inplace=False)"
+                "devices or processes are copies, so that the change would be lost. Pass input.clone(), or let the "
+                "first layer work out of place (inplace=False)"
             )
 
 

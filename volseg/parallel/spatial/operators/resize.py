@@ -10,6 +10,7 @@ from torch import Tensor
 from volseg.device import fusions, upsample2x
 from volseg.device.first_order import LinearMap
 from volseg.device.layout import DIM
+from volseg.parallel.spatial.gathered import cut_if_thick, say_gathered
 from volseg.parallel.spatial.operators.operands import each_sample, per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
 from volseg.parallel.spatial.operators.pooling import adaptive_pool
@@ -48,21 +49,19 @@ def interpolate(func: Callable, settings: Any) -> Any:
     if _is_doubled(volume, mode, sizes, scales, corners):
         return _double_in_own_type(volume, mode)
     same = [volume.shape[2 + i] == sizes[i] for i in range(count)]
-    moves = [same[i] and scales[i] not in (None, 1.0) and not corners for i in range(count)]
-    if any(moves) and volume.context.communicator.num_shards > 1:
-        refuse(
-            "the scale factor keeps the number of planes of a dim, but torch may shift the planes; pass size= instead"
-        )
+    # torch may shift planes by a factor that keeps their number.
+    moves = any(same[i] and scales[i] not in (None, 1.0) and not corners for i in range(count))
     plans = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
         i = dim - 2
+        window: Any = Resize(size, sizes[i], scales[i], corners)
         if mode in NEAREST:
-            planes, gradient = nearest_planes(size, sizes[i], mode, scales[i], volume.dtype, i, count)
-            if not gradient and volume.requires_grad and torch.is_grad_enabled():
-                refuse(f"torch's gradient of {size} to {sizes[i]} planes ({mode}) goes to other planes than it reads")
-            plans.append(AxisPlan(ChosenPlanes(planes), sizes[i]))
-        else:
-            plans.append(AxisPlan(Resize(size, sizes[i], scales[i], corners), sizes[i]))
+            planes = nearest_planes(size, sizes[i], mode, scales[i])
+            window = None if planes is None else ChosenPlanes(planes)
+        plans.append(AxisPlan(window, sizes[i]))
+    if volume.context.communicator.num_shards > 1 and (moves or any(plan.window is None for plan in plans)):
+        say_gathered(volume, "calls F.interpolate with")
+        return cut_if_thick(F.interpolate(volume.full_tensor(), **given), volume)
     cut = {dim - 2 for dim in volume.dims}
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
