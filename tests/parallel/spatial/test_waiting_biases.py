@@ -98,7 +98,6 @@ USES: dict[str, Use] = {
     "changed before": change_in_place,
     "looked at": look,
     "checkpointed": checkpoint_between,
-    "hooked": hook_it,
     "strided, transposed": lambda net, x: F.relu(net.norm(net.up(F.relu(net.other(net.strided(x)))))),
     "transposed, overlapping": lambda net, x: F.relu(net.norm(net.overlapping(net.strided(x)))),
     "transposed, no norm": lambda net, x: net.up(net.strided(x)) + net.overlapping(net.strided(x)),
@@ -130,6 +129,10 @@ def make_image(dtype: torch.dtype = torch.float64) -> Tensor:
 def test_biases_are_exact(use: str, way: str) -> None:
     torch.manual_seed(0)
     check_beside_plain(Net(NORMS["batch"], USES[use]).double(), WAYS[way], make_image())
+
+
+def test_a_hook_gets_the_gradient_with_the_bias() -> None:
+    check_beside_plain(Net(NORMS["batch"], hook_it).double(), WAYS["fast"], make_image())
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -230,17 +230,7 @@ class Context:
         ----------
         volume
             The changed volume.
-
-        Raises
-        ------
-        UnsupportedOperatorError
-            If a hook waits for the gradient of several of the volume's slabs.
         """
-        if volume.hooks is not None:
-            raise UnsupportedOperatorError(
-                "a hook waits for the gradient of a volume that would be changed in place: work out of place, or hook "
-                "the result"
-            )
         increment_version(volume)
         for other in self._take_waiting():
             other.pending.settle_apart(other)
