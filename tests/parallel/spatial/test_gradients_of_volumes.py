@@ -94,7 +94,7 @@ def test_gradients_asked_for_equal_those_of_one_device(
     torch.testing.assert_close(whole, tree_leaves(expected))
 
 
-def volume() -> ShardedVolume:
+def volume() -> Any:
     return from_whole(random(0).requires_grad_(), (2,), Context(LocalDevices(["cpu", "cpu:1"]))) * 1
 
 

@@ -33,16 +33,17 @@ def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     named = bind(func, args, kwargs)
     volume, name = named["input"], func.__name__
     dims = named.get("dim", -1 if name in LAST else 0 if name == "msort" else None)
-    if not isinstance(volume, ShardedVolume) or set(dims_of(dims, volume.ndim)) & set(volume.dims):
+    own = dims_of(dims, volume.ndim)
+    if not isinstance(volume, ShardedVolume) or set(own) & set(volume.dims):
         return gather(func, args, kwargs)
-    if waits(volume) and name == "softmax" and dims % volume.ndim == volume.ndim - 1:
+    if waits(volume) and name == "softmax" and own == [volume.ndim - 1]:
         dtype = named.get("dtype")
         later = soften(lambda slab: torch.softmax(slab, -1, dtype=dtype), volume, dtype)
         if later is not None:
             return later
     rest = args[1:] if args else ()
     settings = {name: value for name, value in kwargs.items() if value is not volume}
-    return _per_slab(volume, dims_of(dims, volume.ndim), [func(slab, *rest, **settings) for slab in volume.slabs])
+    return _per_slab(volume, own, [func(slab, *rest, **settings) for slab in volume.slabs])
 
 
 @handles("Reductions", "max", "min", merged=True)
