@@ -400,7 +400,6 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "mul_ after dropout that is off": lambda x, y: F.dropout(x, 0.5, False).mul_(0.9),
     "mul_ unbound": lambda x, y: x.unbind(1)[0].mul_(0.9),
     "mul_ selected": lambda x, y: x.select(1, -1).mul_(0.9),
-    "mul_ broadcast": lambda x, y: (torch.broadcast_tensors(x, y)[0].mul_(0.9), None)[1],
     "mul_ a copy": lambda x, y: x.flip(1).mul_(0.9),
     "set channels": lambda x, y: _set(x, HALF, y[:, 2:]),
     "set channels to a number": lambda x, y: _set(x, HALF, 0.5),

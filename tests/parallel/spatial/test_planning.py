@@ -118,28 +118,23 @@ def test_resize_blends_the_planes_that_torch_blends(size: int, outputs: int, cor
 @given(
     mode=st.sampled_from(["nearest", "nearest-exact"]),
     size=st.integers(1, 20),
-    factor=st.floats(0.3, 3.7),
-    given_factor=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    count=st.integers(1, 3),
-    data=st.data(),
+    times=st.sampled_from([1, 2, 4, 8]),
+    down=st.booleans(),
+    scaled=st.booleans(),
 )
-def test_nearest_takes_the_planes_that_torch_takes(
-    mode: str, size: int, factor: float, given_factor: bool, dtype: torch.dtype, count: int, data: st.DataObject
-) -> None:
-    outputs, dim = int(size * factor), data.draw(st.integers(0, count - 1))
-    assume(outputs > 0)
-    planes, same = nearest_planes(size, outputs, mode, factor if given_factor else None, dtype, dim, count)
-    x = torch.randn([2, 2, *([3] * dim), size, *([3] * (count - 1 - dim))], dtype=dtype, requires_grad=True)
-    factors = [factor if axis == dim else 1.0 for axis in range(count)]
-    extents = [outputs if axis == dim else 3 for axis in range(count)]
-    scaled: dict[str, Any] = {"scale_factor": factors} if given_factor else {"size": extents}
-    expected = F.interpolate(x, mode=mode, **scaled)
-    taken = x.index_select(dim + 2, torch.tensor(planes))
+def test_nearest_takes_the_planes_that_torch_takes(mode: str, size: int, times: int, down: bool, scaled: bool) -> None:
+    size, outputs = (size * times, size) if down else (size, size * times)
+    scale = outputs / size if scaled else None
+    planes = nearest_planes(size, outputs, mode, scale)
+    assert planes is not None
+    x = torch.randn([2, 2, size, 3, 3], requires_grad=True)
+    factors: dict[str, Any] = {"scale_factor": (scale, 1.0, 1.0)} if scaled else {"size": (outputs, 3, 3)}
+    expected = F.interpolate(x, mode=mode, **factors)
+    taken = x.index_select(2, torch.tensor(planes))
     torch.testing.assert_close(taken, expected)
     weights = torch.randn_like(expected)
-    gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (taken, expected)]
-    assert torch.allclose(*gradients) == same
+    torch.testing.assert_close(*(torch.autograd.grad((y * weights).sum(), x)[0] for y in (taken, expected)))
+    assert nearest_planes(7, 15, mode, None) is nearest_planes(4, 8, mode, 2.05) is None
 
 
 @pytest.mark.parametrize(

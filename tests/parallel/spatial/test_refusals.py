@@ -12,18 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
 from volseg.parallel import ModelParallel
-from volseg.parallel.spatial import ShardedVolume
 
 VOLUME = torch.randn(1, 2, 8, 6, 4, generator=torch.Generator().manual_seed(0))
 
 
-class Sorting(nn.Module):
+class Repeating(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x.sort(dim=2).values
+        return x.repeat(1, 1, 2, 1, 1)
 
 
-def build_sorting() -> nn.Module:
-    return RunLayers(lambda net, x: net.order(net.stem(x)), stem=nn.Conv3d(2, 2, 1), order=nn.Sequential(Sorting()))
+def build_repeating() -> nn.Module:
+    return RunLayers(lambda net, x: net.twice(net.stem(x)), stem=nn.Conv3d(2, 2, 1), twice=nn.Sequential(Repeating()))
 
 
 class Doubling(torch.autograd.Function):
@@ -42,8 +41,8 @@ def checkpoint_reentrantly(net: Any, x: Tensor) -> Tensor:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "an operator along the cut": (
-        build_sorting,
-        ["sort", "order.0 (Sorting)", "(1, 2, 8, 6, 4)", "dim=2", "docs/spatial.md", "on_unsupported='gather'"],
+        build_repeating,
+        ["repeat", "twice.0 (Repeating)", "(1, 2, 8, 6, 4)", "dim 2", "docs/spatial.md", "on_unsupported='gather'"],
     ),
     "a function outside the table": (
         lambda: RunLayers(lambda net, x: torch.fft.fftn(x, dim=(2, 3, 4)).abs()),
@@ -70,13 +69,12 @@ def test_a_refusal_names_the_function_its_module_and_the_remedy(name: str) -> No
 
 
 def test_gather_runs_it_whole_says_so_once_and_is_exact() -> None:
-    net = build_sorting()
+    net = build_repeating()
     model = ModelParallel(net, strategy="spatial", devices=["cpu"] * 2, on_unsupported="gather")
-    with pytest.warns(UserWarning, match=r"sort called from order\.0 \(Sorting\).*runs on the gathered volume") as said:
+    with pytest.warns(UserWarning, match=r"repeat called from twice\.0 \(Rep.*runs on the gathered volume") as said:
         results = [model(VOLUME) for _ in range(2)]
     assert len(said) == 1
-    assert isinstance(results[1], ShardedVolume)
-    torch.testing.assert_close(results[1].full_tensor(), net(VOLUME))
+    torch.testing.assert_close(results[1], net(VOLUME))
 
 
 def test_an_ordinary_tensor_takes_in_the_gathered_volume() -> None:

@@ -19,9 +19,8 @@ AGAIN: dict[str, tuple[Callable[[], Any], str]] = {
     "another handler": (lambda: handles("Dropout", "F.dropout")(handler), "F.dropout is handled by dropout already"),
     "the same handler": (lambda: handles("Dropout", "F.dropout")(dropout), "F.dropout is handled by dropout already"),
     "another name of it": (lambda: handles("Dims", "Tensor.__abs__")(handler), "handled by pointwise already"),
-    "a composite": (lambda: handles("Dims", "torch.pixel_shuffle")(handler), "handled by pixel_shuffle already"),
+    "a composite": (lambda: handles("Dims", "torch.pixel_shuffle")(handler), "handled by gathered already"),
     "one's own form": (lambda: sharded_form(F.dropout)(handler), "dropout is handled by dropout already"),
-    "one name twice": (lambda: handles("Dims", "vander", "vander")(handler), "vander stands in one registration twice"),
 }
 
 

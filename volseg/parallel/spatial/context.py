@@ -230,17 +230,7 @@ class Context:
         ----------
         volume
             The changed volume.
-
-        Raises
-        ------
-        UnsupportedOperatorError
-            If a hook waits for the gradient of several of the volume's slabs.
         """
-        if volume.hooks is not None:
-            raise UnsupportedOperatorError(
-                "a hook waits for the gradient of a volume that would be changed in place: work out of place, or hook "
-                "the result"
-            )
         increment_version(volume)
         for other in self._take_waiting():
             other.pending.settle_apart(other)
@@ -293,14 +283,9 @@ def check_history(volume: "ShardedVolume") -> None:
 def refuse_custom(volume: "ShardedVolume") -> NoReturn:
     """Raise for a volume that a custom autograd function has marked."""
     node = HISTORY.__get__(volume)
-    if node.name() == "BackwardHookFunctionBackward":
-        raise UnsupportedOperatorError(
-            f"{volume.context.module_path()} got a volume through a module with a full backward hook, which is a "
-            f"custom autograd.Function and would not see the slabs; use a forward hook that calls "
-            f"output.register_hook(...)"
-        )
     raise UnsupportedOperatorError(
         f"{volume.context.module_path()} passed a sharded volume through a custom autograd.Function ({node}), whose "
         f"backward would not see the slabs; if it is pointwise, say so by volseg.parallel.pointwise_function(...), "
-        f"else write it with torch functions; of torch.utils.checkpoint take use_reentrant=False"
+        f"else write it with torch functions; of torch.utils.checkpoint take use_reentrant=False, and instead of a "
+        f"full backward hook take a forward hook that calls output.register_hook(...)"
     )

@@ -290,7 +290,6 @@ def _checked(
     elif entry.views:
         result = mark_copies(result, given, entry.perhaps)
     for volume in given:
-        volume.is_read = volume.is_read or (entry.family != METADATA and volume is not result)
         if volume.origin is not None:
             volume.origin.check_unchanged(volume)
         if volume.merged is not None:

@@ -46,7 +46,7 @@ def unsupported(func: Callable, args: tuple, kwargs: dict[str, Any], reason: str
         shapes = ", ".join(str(tuple(volume.shape)) for volume in given)
         remedy = "or pass on_unsupported='gather' to ModelParallel to run it on the whole volume"
         if func in OF_HISTORY:
-            remedy = "or take the plain network: a gathered copy is no part of the history that is asked for"
+            remedy = "or use retain_grad() and backward(): a gathered copy is no part of the history that is asked for"
         raise UnsupportedOperatorError(
             f"{name_of(func)} called from {where} cannot run on a sharded volume (shape {shapes}, cut along dim "
             f"{', '.join(map(str, given[0].dims))}): {reason}. Write it with the functions listed in docs/spatial.md, "
@@ -70,6 +70,13 @@ def say_gathered(volume: ShardedVolume, what: str) -> None:
             f"{context.module_path()} {what} a volume of shape {tuple(volume.shape)} cut along dim "
             f"{', '.join(map(str, volume.dims))}: it is gathered for that"
         )
+
+
+def gather(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a function that needs all voxels on the gathered volumes; warn once about a large one."""
+    for volume in volumes((args, kwargs)):
+        say_gathered(volume, f"calls {name_of(func)} with")
+    return run_gathered(func, args, kwargs)
 
 
 def whole_of(value: Any) -> Any:

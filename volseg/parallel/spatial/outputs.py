@@ -1,17 +1,15 @@
-"""Write a network's changes of its input back to the caller, and finish its outputs.
+"""Refuse a network's changes of its input that the caller would not see, and finish its outputs.
 
-A first layer that works in place changes the caller's tensor. On one device it does so with any network. Slabs in the
-caller's memory are that tensor. Elsewhere the change is written back after the forward pass, or refused if autograd
-would have to know of it. Results are computed to the end, and tied to the sums of their gradients.
+A first layer that works in place changes the caller's tensor. Slabs in the caller's memory are that tensor; a change of
+slabs that are copies would be lost. Results are computed to the end, and tied to the sums of their gradients.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from volseg.device.torch_internals import as_plain, get_storage_key, tree_flatten, tree_map, tree_unflatten
+from volseg.device.torch_internals import get_storage_key, tree_flatten, tree_map, tree_unflatten
 from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.gradient_sums import Marked
 from volseg.parallel.spatial.context import check_history
@@ -22,88 +20,32 @@ from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 
 class CutInput:
-    """A caller's tensor, and the slabs that were cut from it.
+    """A caller's tensor, and the slabs that were cut from it."""
 
-    Parameters
-    ----------
-    whole, volume
-        The tensor, and the volume of its slabs.
-    others
-        The call's other tensors, and the values made of them. Tensors that share memory with ``whole`` see its changes.
-    """
-
-    def __init__(self, whole: Tensor, volume: ShardedVolume, others: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-        self.whole, self.volume, self._others = whole, volume, others
+    def __init__(self, whole: Tensor, volume: ShardedVolume) -> None:
+        self.whole, self.volume = whole, volume
         self._slabs = list(volume.slabs)
         self._unchanged = Unchanged(self._slabs)
 
-    @classmethod
-    def among(cls, given: Sequence[Any], cut: Sequence[Any]) -> "list[CutInput]":
-        """Pair the leaves of a call's arguments with the volumes cut from them, once each."""
-        pairs = {id(whole): (whole, made) for whole, made in zip(given, cut, strict=True) if _is_plain(whole)}
-        return [
-            cls(whole, volume, [pair for key, pair in pairs.items() if key != id(whole)])
-            for whole, volume in pairs.values()
-            if isinstance(volume, ShardedVolume)
-        ]
-
-    def write_back(self) -> None:
-        """Copy the forward pass's changes of the slabs to the caller's tensor.
+    def check(self) -> None:
+        """Refuse changes of slabs that are copies.
 
         Raises
         ------
         UnsupportedOperatorError
-            If autograd, or another argument that shares memory, would not see the change.
+            If the forward pass has made such a change.
         """
         slabs = self.volume.slabs
         same = all(a is b for a, b in zip(slabs, self._slabs, strict=True))
         if same and self._unchanged.holds():
             return
-        is_there = same and _lies_in(self.whole, self.volume)
-        for other, made in self._others:
-            if _overlap(self.whole, other) and not (is_there and _lies_in(self.whole, made)):
-                raise UnsupportedOperatorError(
-                    f"the network changes its input of shape {tuple(self.whole.shape)} in place, and another one of "
-                    f"shape {tuple(other.shape)} shares its memory: on several devices each has slabs of its own, and "
-                    "the other would not have changed. Pass input.clone(), or let the first layer work out of place "
-                    "(inplace=False)"
-                )
-        if is_there:
-            return
-        if self.whole.requires_grad:
+        memory = get_storage_key(self.whole.untyped_storage()) if self.whole.layout == torch.strided else None
+        if not same or any(get_storage_key(slab.untyped_storage()) != memory for slab in slabs):
             raise UnsupportedOperatorError(
-                f"the network changes its input of shape {tuple(self.whole.shape)} in place, and that input needs a "
-                "gradient: the slabs on other devices are copies, of whose change autograd would not know. Pass "
-                "input.clone(), or let the first layer work out of place (inplace=False)"
+                f"the network changes its input of shape {tuple(self.whole.shape)} in place, and slabs on other "
+                "devices or processes are copies, so that the change would be lost. Pass input.clone(), or let the "
+                "first layer work out of place (inplace=False)"
             )
-        with torch.no_grad():
-            as_plain(self.whole).copy_(self.volume.full_tensor())
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, ShardedVolume) and value.layout == torch.strided
-
-
-def _lies_in(whole: Tensor, made: Tensor) -> bool:
-    """Say whether slabs, or a tensor, that were made of an argument are in the memory of ``whole``."""
-    memory = get_storage_key(whole.untyped_storage())
-    parts = made.slabs if isinstance(made, ShardedVolume) else [made]
-    return all(get_storage_key(part.untyped_storage()) == memory for part in parts)
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether the memory between the first and the last elements of two tensors overlaps."""
-    if get_storage_key(one.untyped_storage()) != get_storage_key(other.untyped_storage()):
-        return False
-    (begin, end), (first, last) = _find_extent(one), _find_extent(other)
-    return begin < last and first < end
-
-
-def _find_extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first and the last byte of a tensor in its storage."""
-    begin = int(tensor.storage_offset())
-    span = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) + 1
-    return begin * tensor.itemsize, (begin + (span if tensor.numel() else 0)) * tensor.itemsize
 
 
 def finish_result(result: Any, marked: Marked | None, *, contiguous: bool) -> Any:

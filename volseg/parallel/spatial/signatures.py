@@ -55,7 +55,7 @@ OPERATOR_OF = {
 class Parameter:
     """One argument of a torch function.
 
-    ``type`` is that of torch's schema. ``Any`` takes all values, and ``SEVERAL`` all further positional ones.
+    ``type`` is that of torch's schema; ``Any`` takes all values.
     """
 
     name: str
@@ -173,8 +173,6 @@ def _forms(func: Callable) -> tuple[tuple[Parameter, ...], ...]:
 
 
 def _read_parameter(python: inspect.Parameter) -> Parameter:
-    if python.kind is python.VAR_POSITIONAL:
-        return Parameter(python.name, SEVERAL, (), keyword_only=False)
     default = NOTHING if python.default is python.empty else python.default
     return Parameter(python.name, "Any", default, python.kind is python.KEYWORD_ONLY)
 
@@ -207,22 +205,18 @@ def writes(func: Callable) -> bool:
     return any(a.alias_info is not None and a.alias_info.is_write and "List" not in str(a.type) for a in own)
 
 
-SEVERAL = "*"
-
 NOTHING: Any = object()
 """The default of an argument that must be passed."""
 
 
 def _fit(parameters: Sequence[Parameter], args: tuple, kwargs: dict[str, Any], loose: bool) -> Binding | None:
     positional = [parameter for parameter in parameters if not parameter.keyword_only]
-    gathered = next((place for place, own in enumerate(positional) if own.type == SEVERAL), None)
     # x.permute(0, 2, 1): torch takes integers one by one for the last positional argument of a method.
     sequence = len(positional) >= 2 and positional[1].type == "List[int]"
     one_by_one = len(args) > 1 and all(isinstance(value, int) for value in args[1:])
+    gathered = None
     if sequence and one_by_one and (len(positional) == 2 or len(args) > len(positional)):
-        gathered = 1
-    if gathered is not None:
-        args = (*args[:gathered], list(args[gathered:]))
+        gathered, args = 1, (args[0], list(args[1:]))
     if len(args) > len(positional):
         return None
     names = [parameter.name for parameter in positional[: len(args)]]

@@ -164,7 +164,8 @@ class SpatialStrategy:
         known = {id(leaf): self.cut(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         cut = [known.get(id(leaf), leaf) for leaf in leaves]  # a tensor that is passed twice is one volume
         args, kwargs = tree_unflatten(cut, structure)
-        inputs = CutInput.among(leaves, cut)
+        pairs = {id(whole): (whole, made) for whole, made in zip(leaves, cut, strict=True) if whole is not made}
+        inputs = [CutInput(whole, made) for whole, made in pairs.values() if isinstance(made, ShardedVolume)]
         trained: list[Tensor] = [parameter for parameter in self.net.parameters() if is_trained(parameter)]
         marked = self.sums.mark(self.net) if self.sums is not None and torch.is_grad_enabled() else None
         stand_ins: AbstractContextManager[None] = nullcontext()
@@ -178,7 +179,7 @@ class SpatialStrategy:
         with self.same_randomness(), away, copies, stand_ins, again, no_script(), own_rows:
             result = self.net(*args, **kwargs)
         for given in inputs:
-            given.write_back()
+            given.check()
         return finish_result(result, marked, contiguous=self.context.channels_last)
 
     @property

@@ -183,9 +183,6 @@ def _check_unknown(function: Callable, label: str) -> None:
 
 def _found(names: Sequence[str]) -> list[tuple[str, Any]]:
     """Return the functions of these names without a handler; torch may have one function under several names."""
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"{', '.join(sorted(twice))} stands in one registration twice; name it once")
     found = [each for name in names for each in _find(name)]
     for label, function in found:
         _check_unknown(function, label)

@@ -42,13 +42,8 @@ class ShardedVolume(Tensor):
     origin
         Set if torch would return a view and these slabs are copies (see ``copied_view``). Such a volume may not be
         written to.
-    hooks
-        Hooks for the gradient of several slabs (see ``Tensor.register_hook`` in ``operators.autograd``). A single slab
-        has its own.
     is_bypassed
         Whether part of the gradient goes past these slabs, to the slabs that they join.
-    is_read
-        Whether an operator has read it: a later hook would not be part of that operator's history.
     is_perhaps_given
         Whether torch may have returned the source volume itself, as ``contiguous`` does. The gradient, and a hook for
         it, would then be the source's.
@@ -66,9 +61,7 @@ class ShardedVolume(Tensor):
     pending: Pending = PLAIN
     merged: Merged | None = None
     origin: "Origin | None" = None
-    hooks: dict[int, Callable] | None = None
     is_bypassed: bool = False
-    is_read: bool = False
     is_perhaps_given: bool = False
     is_saved: bool = False
     widen: "Callable[[ShardedVolume], ShardedVolume] | None" = None

@@ -150,7 +150,7 @@ def add_in_place(first: Any, second: Any) -> bool:
     waiting = None
     are_volumes = isinstance(first, ShardedVolume) and isinstance(second, ShardedVolume)
     # A sum of two types might not have the type of the changed volume.
-    if are_volumes and first.dtype == second.dtype and first.hooks is None and first.origin is None:
+    if are_volumes and first.dtype == second.dtype and first.origin is None:
         waiting = _find_sum(first, second)
     if waiting is None:
         return False

@@ -1,18 +1,14 @@
 """Metadata, the backward pass, hooks and reading of values: functions of a volume that do no arithmetic."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from volseg.device.first_order import LinearMap
 from volseg.device.torch_internals import is_view, with_overrides
 from volseg.parallel.spatial.lazy.bias import forget_vanishing
 from volseg.parallel.spatial.operators.operands import cut_like
-from volseg.parallel.spatial.pending import Shown
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
@@ -90,34 +86,6 @@ def backward_of_several(
         torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=leaves)
 
 
-GRADIENTS = "outputs inputs grad_outputs retain_graph allow_unused materialize_grads"
-
-
-@handles("Metadata and autograd", "autograd.grad", rehearse=False, merged=True, rounded=True, treats=GRADIENTS)
-def differentiate(func: Callable, given: Any) -> tuple[Tensor | None, ...]:
-    """Return gradients with respect to volumes and ordinary tensors."""
-    roots, leaves = _sequence(given.outputs), _sequence(given.inputs)
-    slopes = _gradients(roots, given.grad_outputs)
-    with with_overrides():
-        found = torch.autograd.grad(_flat(roots), _flat_leaves(leaves), slopes, given.retain_graph, allow_unused=True)
-    results: list[Tensor | None] = []
-    for leaf in leaves:
-        parts = _flat([leaf])
-        gradients, found = found[: len(parts)], found[len(parts) :]
-        unused = all(gradient is None for gradient in gradients)
-        if unused and not given.allow_unused and not given.materialize_grads:
-            raise RuntimeError(  # as torch does
-                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True "
-                "if this is the desired behavior."
-            )
-        if unused and not given.materialize_grads:
-            results.append(None)
-            continue
-        filled = [torch.zeros_like(p) if g is None else g for p, g in zip(parts, gradients, strict=True)]
-        results.append(wrap(leaf, filled) if isinstance(leaf, ShardedVolume) else filled[0])
-    return tuple(results)
-
-
 def _sequence(tensors: Any) -> list[Any]:
     if isinstance(tensors, Tensor):
         return [tensors]
@@ -181,49 +149,21 @@ def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any
     """Call ``hook`` with the gradient of the whole volume; a gradient that it returns is used instead."""
     if not input.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")  # as torch does
-    used, slabs = input.is_read or isinstance(input.pending, Shown), input.slabs
     _check_not_bypassed(input)
-    dims, shape, context, merged = input.dims, input.shape, input.context, input.merged
+    slabs, dims, shape, context, merged = input.slabs, input.dims, input.shape, input.context, input.merged
+    refuse_if(len(slabs) > 1, "a hook on several slabs is not supported: use retain_grad(), or a process per device")
 
-    def joined(gradients: Sequence[Tensor]) -> ShardedVolume:
-        return ShardedVolume(gradients, dims, shape, context, merged)
-
-    if len(slabs) == 1:
-        return func(slabs[0], lambda gradient: _hooked(joined, [hook], [gradient])[0])
-    if input.hooks is not None:
-        handle = RemovableHandle(input.hooks)
-        input.hooks[handle.id] = hook
-        return handle
-    if used:
-        refuse("a hook on several slabs sees only what follows it, and the volume has been used: register it before")
-    # One node of the graph has the gradients of all slabs at once.
-    hooks: dict[int, Callable] = OrderedDict()
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-
-    def show(*own: Tensor) -> tuple[Tensor, ...]:
-        return tuple(slab.view_as(slab) for slab in own)
-
-    input._slabs = list(LinearMap.apply(show, lambda *given: _hooked(joined, list(hooks.values()), given), *slabs))
-    input.hooks = hooks
-    return handle
-
-
-Joined = Callable[[Sequence[Tensor]], ShardedVolume]
-
-
-def _hooked(joined: Joined, hooks: Iterable[Callable], gradients: Sequence[Tensor]) -> list[Tensor]:
-    for hook in hooks:
-        volume = joined(gradients)
+    def call(gradient: Tensor) -> Tensor | None:
+        volume = ShardedVolume([gradient], dims, shape, context, merged)
         result = hook(volume)
-        for gradient in gradients:
-            forget_vanishing(gradient)
+        forget_vanishing(gradient)
         if result is None:
-            continue
-        if result.shape != volume.shape:
-            raise RuntimeError(f"a hook turned a gradient of shape {tuple(volume.shape)} into {tuple(result.shape)}")
-        gradients = cut_like(result, volume).slabs
-    return list(gradients)
+            return None
+        if result.shape != shape:
+            raise RuntimeError(f"a hook turned a gradient of shape {tuple(shape)} into {tuple(result.shape)}")
+        return cut_like(result, volume).slabs[0]
+
+    return func(slabs[0], call)
 
 
 NEW = ["Tensor.new_zeros", "Tensor.new_ones", "Tensor.new_empty", "Tensor.new_full", "Tensor.new_tensor"]

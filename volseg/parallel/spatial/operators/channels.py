@@ -1,4 +1,4 @@
-"""Functions along one uncut dim, mostly the channels."""
+"""Functions along dims, mostly the channels: slab by slab, or of the gathered volume if one of the dims is cut."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,62 +6,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from volseg.parallel.spatial.gathered import gather
 from volseg.parallel.spatial.lazy.attention import waits
 from volseg.parallel.spatial.lazy.scores import soften
-from volseg.parallel.spatial.operators.operands import elementwise, rewrap, run_local, wrap_reduced
+from volseg.parallel.spatial.operators.operands import dims_of, rewrap, run_local, wrap_reduced
 from volseg.parallel.spatial.operators.pointwise import pointwise
-from volseg.parallel.spatial.operators.reductions import HALF, extremes, over_dims
+from volseg.parallel.spatial.operators.reductions import extremes
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse
-from volseg.parallel.spatial.volume import ShardedVolume, wrap
+from volseg.parallel.spatial.volume import ShardedVolume
 
-ALONG_ONE = [
-    "softmax",
-    "log_softmax",
-    "cumsum",
-    "cumprod",
-    "cummax",
-    "cummin",
-    "logcumsumexp",
-    "sort",
-    "argsort",
-    "msort",
-    "topk",
-    "glu",
-    "argmax",
-    "argmin",
-    "kthvalue",
-    "median",
-    "nanmedian",
-    "mode",
-    "special.softmax",
-    "special.log_softmax",
-]
+ALONG = ["softmax", "log_softmax", "special.softmax", "special.log_softmax", "glu"]
+ALONG += ["cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"]
+ALONG += ["sort", "argsort", "msort", "topk", "argmax", "argmin", "kthvalue", "median", "nanmedian", "mode"]
+
+REDUCING = ["aminmax", "count_nonzero", "logsumexp", "special.logsumexp", "nanmean", "nansum", "prod"]
 
 LAST = {"sort", "argsort", "topk", "glu", "kthvalue", "mode"}
-"""Functions whose ``dim`` is the last dim by default; the others take all dims, or require ``dim``."""
+"""Functions whose ``dim`` is the last dim by default; that of ``msort`` is the first one, others take all dims."""
 
 
-@handles("Along channels", *ALONG_ONE, merged=True)
+@handles("Along channels", *ALONG, merged=True)
+@handles("Reductions", *REDUCING, merged=True)
 def along_dim(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run on each slab along an uncut ``dim``; a softmax may also run along the cut."""
+    """Run on each slab along uncut dims, otherwise on the gathered volume."""
     named = bind(func, args, kwargs)
-    volume = named["input"]
-    dim = named.get("dim", -1 if func.__name__ in LAST else 0 if func.__name__ == "msort" else None)
-    if not isinstance(volume, ShardedVolume) or not isinstance(dim, int):
-        refuse(f"it needs whole lines along dim={dim}")
-    if waits(volume) and func.__name__ == "softmax" and dim % volume.ndim == volume.ndim - 1:
+    volume, name = named["input"], func.__name__
+    dims = named.get("dim", -1 if name in LAST else 0 if name == "msort" else None)
+    own = dims_of(dims, volume.ndim)
+    if not isinstance(volume, ShardedVolume) or set(own) & set(volume.dims):
+        return gather(func, args, kwargs)
+    if waits(volume) and name == "softmax" and own == [volume.ndim - 1]:
         dtype = named.get("dtype")
         later = soften(lambda slab: torch.softmax(slab, -1, dtype=dtype), volume, dtype)
         if later is not None:
             return later
-    if dim % volume.ndim in volume.dims:
-        if "soft" not in func.__name__:
-            refuse(f"it needs whole lines along dim={dim}")
-        return _softmax(func.__name__, volume, dim % volume.ndim, named.get("dtype"))
     rest = args[1:] if args else ()
     settings = {name: value for name, value in kwargs.items() if value is not volume}
-    return _per_slab(volume, dim, [func(slab, *rest, **settings) for slab in volume.slabs])
+    return _per_slab(volume, own, [func(slab, *rest, **settings) for slab in volume.slabs])
 
 
 @handles("Reductions", "max", "min", merged=True)
@@ -77,34 +59,15 @@ def extremum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return along_dim(func, args, kwargs)
 
 
-def _softmax(name: str, volume: ShardedVolume, dim: int, dtype: torch.dtype | None) -> Any:
-    """Compute a softmax, or its logarithm, along a cut dim; 16-bit voxels are computed in float32."""
-    dtype = volume.dtype if dtype is None else dtype
-    wide = torch.float32 if dtype in HALF else dtype
-    if torch.is_autocast_enabled(volume.device.type):
-        dtype = wide
-    scores = wrap(volume, [slab.to(wide) for slab in volume.slabs])
-    with torch.no_grad():
-        largest = over_dims("amax", scores, [dim], keepdim=True)
-    # A line that holds only minus infinity gives NaN in torch, too.
-    scores = elementwise(torch.sub, scores, largest)
-    total = over_dims("sum", elementwise(torch.exp, scores), [dim], keepdim=True)
-    if name.endswith("log_softmax"):
-        result = elementwise(torch.sub, scores, elementwise(torch.log, total))
-    else:
-        result = elementwise(torch.div, elementwise(torch.exp, scores), total)
-    return elementwise(Tensor.to, result, dtype)
-
-
-def _per_slab(volume: ShardedVolume, dim: int, results: Sequence[Any]) -> Any:
-    """Wrap the slabs' results, tensors or tuples of tensors, with all of the volume's dims or without ``dim``."""
+def _per_slab(volume: ShardedVolume, dims: Sequence[int], results: Sequence[Any]) -> Any:
+    """Wrap the slabs' results, tensors or tuples of tensors, with all of the volume's dims or without ``dims``."""
     if isinstance(results[0], Tensor):
-        return wrap_reduced(volume, results, [dim % volume.ndim], keepdim=results[0].ndim == volume.ndim)
-    return type(results[0])([_per_slab(volume, dim, column) for column in zip(*results, strict=True)])
+        return wrap_reduced(volume, results, dims, keepdim=results[0].ndim == volume.ndim)
+    return type(results[0])([_per_slab(volume, dims, column) for column in zip(*results, strict=True)])
 
 
 @handles("Along channels", "gather", "take_along_dim", merged=True)
-def gather(func: Callable, input: Any, index: Any, dim: int | None = None) -> Any:
+def pick_along(func: Callable, input: Any, index: Any, dim: int | None = None) -> Any:
     """Pick an entry for each voxel along an uncut dim."""
     like = input if isinstance(input, ShardedVolume) else index
     if not isinstance(like, ShardedVolume) or dim is None or dim % like.ndim in like.dims:

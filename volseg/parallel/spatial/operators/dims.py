@@ -11,7 +11,7 @@ from torch import Tensor
 from volseg.parallel.spatial.convolution.plan import count_slab_tiles
 from volseg.parallel.spatial.copied_view import Origin
 from volseg.parallel.spatial.dispatch import in_planes
-from volseg.parallel.spatial.gathered import say_gathered
+from volseg.parallel.spatial.gathered import gather, say_gathered
 from volseg.parallel.spatial.lazy.attention import waits
 from volseg.parallel.spatial.lazy.recipes import repeat_later
 from volseg.parallel.spatial.lazy.scores import reshape_scores
@@ -83,10 +83,9 @@ def repeat(func: Callable, input: Any, repeats: Sequence[int] = (), dims: Sequen
 def repeat_interleave(
     func: Callable, input: Any, repeats: Any, dim: int | None = None, output_size: int | None = None
 ) -> Any:
-    """Repeat each entry along an uncut dim."""
-    if not isinstance(input, ShardedVolume) or dim is None or dim % input.ndim in input.dims:
-        refuse("it needs a dim that is not cut")
-    refuse_if(isinstance(repeats, Tensor), "it needs one count for all entries")
+    """Repeat each entry along a dim; along the cut, in the gathered volume."""
+    if isinstance(repeats, Tensor) or dim is None or dim % input.ndim in input.dims:
+        return gather(func, (input, repeats, dim), {"output_size": output_size})
     return wrap(input, [func(slab, repeats, dim) for slab in input.slabs])
 
 
@@ -223,25 +222,3 @@ def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
         if size == old[dim] and prod(new[:candidate]) == before:
             return candidate
     return None
-
-
-@handles("Dims", "atleast_1d", "atleast_2d", "atleast_3d", merged=True)
-def at_least(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the volume unchanged if it has enough dims; refuse to insert any."""
-    (volume,) = (*args, *kwargs.values())
-    if not isinstance(volume, ShardedVolume) or volume.ndim < int(func.__name__[-2]):
-        refuse("it takes one volume at a time, of as many dims: use unsqueeze")
-    return volume
-
-
-@handles("Dims", "Tensor.unfold", merged=True)
-def unfold(func: Callable, input: Any, dimension: int, size: int, step: int) -> Any:
-    """Take windows along a dim; along the cut they must not overlap."""
-    dim = dimension % input.ndim
-    if dim not in input.dims:
-        return wrap(input, [slab.unfold(dim, size, step) for slab in input.slabs])
-    refuse_if(size != step or input.shape[dim] % size, "windows that overlap, or leave planes over, along the cut")
-    parts = reshaped(input, (*input.shape[:dim], input.shape[dim] // size, size, *input.shape[dim + 1 :]))
-    if not isinstance(parts, ShardedVolume):
-        return parts.movedim(dim + 1, -1)
-    return permute(torch.movedim, (parts, dim + 1, -1), {})

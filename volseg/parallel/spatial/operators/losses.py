@@ -1,7 +1,4 @@
-"""Torch's losses on sharded volumes: each shard computes its voxels' losses, and the mean is over all shards.
-
-Distances and similarities of vectors, and losses made of them, are here too; the vectors may be along the cut.
-"""
+"""Torch's losses on sharded volumes: each shard computes its voxels' losses, and the mean is over all shards."""
 
 import sys
 from collections.abc import Callable
@@ -12,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.device.torch_internals import name_reduction, with_overrides
+from volseg.device.torch_internals import name_reduction
 from volseg.parallel.spatial.gathered import volumes
 from volseg.parallel.spatial.operators.operands import cut_like, elementwise
 from volseg.parallel.spatial.operators.reductions import over_dims
 from volseg.parallel.spatial.signatures import bind
-from volseg.parallel.spatial.table import handles, refuse, refuse_if
+from volseg.parallel.spatial.table import handles, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 VOXELWISE = [
@@ -117,16 +114,8 @@ def class_loss(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 @handles("Losses", "F.one_hot", rehearse=False, merged=True)
 def one_hot(func: Callable, input: Any, num_classes: int = -1) -> Any:
     """Encode classes in a new last dim; the default number of classes is that of the whole volume."""
-    # A single slab may lack the highest or an invalid class. On a GPU torch does not check values, and does not sync.
-    if input.dtype == torch.int64 and (num_classes == -1 or input.device.type == "cpu"):
-        everything = list(range(input.ndim))
-        lowest, highest = (int(over_dims(kind, input, everything)) for kind in ("amin", "amax"))
-        if lowest < 0:
-            raise RuntimeError("Class values must be non-negative.")
-        if num_classes == -1:
-            num_classes = highest + 1
-        elif highest >= num_classes:
-            raise RuntimeError("Class values must be smaller than num_classes.")
+    if num_classes == -1:  # a slab may lack the highest class
+        num_classes = max(1, 1 + int(over_dims("amax", input, list(range(input.ndim)))))
     return wrap(input, [func(slab, num_classes) for slab in input.slabs])
 
 
@@ -135,28 +124,3 @@ def _counted(target: Tensor, weight: Tensor | None, ignore: int, loss: Tensor) -
     if weight is None:
         return kept.to(loss.dtype)
     return weight[target.where(kept, 0)].to(loss.dtype) * kept
-
-
-@handles("Losses", "F.cosine_similarity", merged=True)
-def cosine_similarity(func: Callable, x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """Return the cosine similarity along a dim, computed in the order of torch's own steps."""
-    if x1.ndim != x2.ndim or x1.shape[dim] != x2.shape[dim]:
-        refuse("both must have the same extent along dim: torch broadcasts them before it takes their lengths")
-    with with_overrides():
-        return (_normalised(x1, dim, eps) * _normalised(x2, dim, eps)).sum(dim)
-
-
-def _normalised(operand: Tensor, dim: int, eps: float) -> Tensor:
-    length = torch.linalg.vector_norm(operand, dim=dim, keepdim=True)
-    with torch.no_grad():  # as torch does: the gradient is that of the length, clamped or not
-        below = length.clamp_min(eps) - length
-    return operand / (length + below)
-
-
-@handles("Losses", "F.pairwise_distance", merged=True)
-def pairwise_distance(
-    func: Callable, x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
-) -> Any:
-    """Return the norm of the difference along the last dim."""
-    with with_overrides():
-        return torch.linalg.vector_norm(x1 - x2 + eps, p, -1, keepdim)

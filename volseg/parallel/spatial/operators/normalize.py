@@ -16,11 +16,11 @@ from volseg.device import layer_norm as lines_normed
 from volseg.device.first_order import first_order
 from volseg.device.norm.grouping import Grouping
 from volseg.device.norm.reference import Running, check_sizes
+from volseg.parallel.spatial.gathered import gather
 from volseg.parallel.spatial.lazy.bias import take_without_bias
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
 from volseg.parallel.spatial.lazy.statistics import Affine, NormStatistics, Pooled, compute_statistics, take_statistics
-from volseg.parallel.spatial.operators.operands import each_sample, each_slab, elementwise, spatial_only
-from volseg.parallel.spatial.operators.reductions import moments
+from volseg.parallel.spatial.operators.operands import each_sample, each_slab, spatial_only
 from volseg.parallel.spatial.signatures import fill
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
@@ -163,8 +163,10 @@ def group_norm(func: Callable, given: Any) -> Any:
 def rms_norm(
     func: Callable, input: Any, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
-    """Normalise over the last dims, within each slab."""
-    return _within_slabs(func, input, normalized_shape, [weight], {"eps": eps})
+    """Normalise over the last dims, as ``layer_norm`` does."""
+    if not isinstance(input, ShardedVolume) or any(input.ndim - len(normalized_shape) <= dim for dim in input.dims):
+        return gather(func, (input, normalized_shape, weight, eps), {})
+    return each_slab(func, input, normalized_shape, weight, eps=eps)
 
 
 LAYERED = "input normalized_shape weight bias eps cudnn_enable"
@@ -172,20 +174,15 @@ LAYERED = "input normalized_shape weight bias eps cudnn_enable"
 
 @handles("Normalisation", "F.layer_norm", "torch.layer_norm", merged=True, treats=LAYERED)
 def layer_norm(func: Callable, given: Any) -> Any:
-    """Normalise over the last dims, within each slab or across the cut if it is one of them."""
+    """Normalise over the last dims, within each slab or, if the cut is one of them, in the gathered volume."""
     volume, normalized_shape = given.input, given.normalized_shape
     weight, bias, eps = _read_affine(given)
     refuse_if(not isinstance(volume, ShardedVolume), "weight and bias must be ordinary tensors")
-    dims = list(range(volume.ndim - len(normalized_shape), volume.ndim))
-    if not set(dims) & set(volume.dims):
-        if all(_has_line_kernel(slab, own, normalized_shape) for slab in volume.slabs for own in (weight, bias)):
-            func = _normalize_lines
-        return _within_slabs(func, volume, normalized_shape, [weight, bias], {"eps": eps})
-    mean, squares, count = moments(volume, dims)
-    centered = elementwise(torch.sub, volume, mean.to(volume.dtype))
-    result = elementwise(torch.mul, centered, (squares / count + eps).rsqrt().to(volume.dtype))
-    result = result if weight is None else elementwise(torch.mul, result, weight)
-    return result if bias is None else elementwise(torch.add, result, bias)
+    if any(dim >= volume.ndim - len(normalized_shape) for dim in volume.dims):
+        return gather(func, (volume, normalized_shape, weight, bias, eps), {})
+    if all(_has_line_kernel(slab, own, normalized_shape) for slab in volume.slabs for own in (weight, bias)):
+        func = _normalize_lines
+    return each_slab(func, volume, normalized_shape, weight, bias, eps=eps)
 
 
 def _has_line_kernel(slab: Tensor, parameter: Tensor | None, sides: Sequence[int]) -> bool:
@@ -236,20 +233,3 @@ def _as_lines(tensor: Tensor, channels: int) -> Tensor:
     """Return a tensor's lines, ``(R, C)``, with a channel stride of 1."""
     lines = tensor.reshape(-1, channels)
     return lines if lines.stride(1) == 1 else lines.contiguous()
-
-
-def _within_slabs(
-    func: Callable, volume: Any, shape: Sequence[int], parameters: list[Tensor | None], settings: dict[str, Any]
-) -> ShardedVolume:
-    if not isinstance(volume, ShardedVolume) or any(volume.ndim - len(shape) <= dim for dim in volume.dims):
-        refuse("the cut dim is normalised over")
-    return each_slab(func, volume, shape, *parameters, **settings)
-
-
-@handles("Normalisation", "F.local_response_norm")
-def local_response_norm(
-    func: Callable, input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
-) -> Any:
-    """Normalise across neighbouring channels of each voxel."""
-    refuse_if(not isinstance(input, ShardedVolume) or 1 in input.dims, "the channels must not be cut")
-    return each_slab(func, input, size, alpha, beta, k)

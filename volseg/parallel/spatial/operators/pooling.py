@@ -4,17 +4,15 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from volseg.device import fusions, upsample2x
 from volseg.device.first_order import LinearMap
 from volseg.parallel.spatial.gathered import cut_if_thick, say_gathered
 from volseg.parallel.spatial.operators.operands import each_sample, each_slab, per_dim, spatial_only
-from volseg.parallel.spatial.operators.planes import LocalWindow, convolution_plans, outside_cut, sharded_windows
+from volseg.parallel.spatial.operators.planes import convolution_plans, outside_cut, sharded_windows
 from volseg.parallel.spatial.operators.reductions import over_dims
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
-from volseg.parallel.spatial.volume import ShardedVolume
 
 TREATED = "input kernel_size stride padding ceil_mode"
 
@@ -51,7 +49,7 @@ AVERAGED = f"{TREATED} count_include_pad divisor_override"
 
 @handles("Pooling", "torch.avg_pool1d", "nn.avg_pool2d", "nn.avg_pool3d", treats=AVERAGED, samples=each_sample)
 def average_pool(func: Callable, given: Any) -> Any:
-    """Sum each window on the extended slab, then divide by the number of planes that torch counts."""
+    """Average each window on the extended slab; on the gathered volume if windows at the border have fewer planes."""
     volume, ceil_mode = given.input, given.ceil_mode
     count = _spatial(func)
     refuse_if(not spatial_only(volume, count), "the volume must be cut along spatial dims")
@@ -61,33 +59,26 @@ def average_pool(func: Callable, given: Any) -> Any:
     plans = convolution_plans(volume, (kernel, stride, padding, [1] * count), ceil_mode=ceil_mode)
     inside = outside_cut(volume, padding)
     first = volume.ndim - count
-    # If all windows are inside the volume along the cut, the plain operator counts their planes correctly.
-    regular = all(
-        padding[dim - first] == 0 and plan.window.need(0, plan.outputs)[1] <= size
-        for dim, size, plan in zip(volume.dims, volume.sizes, plans, strict=True)
-    )
     rest = (ceil_mode, include) if count == 1 else (ceil_mode, include, divisor)
-
     halves = kernel == stride == [2] * 3 and padding == [0] * 3 and not ceil_mode and divisor is None
 
-    def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
-        if halves and _fits_halves(slab):
-            return _halve(slab)
-        pooled = func(slab, kernel, stride, inside, *rest)
-        if regular or divisor is not None:
-            return pooled
-        for dim, size, window in zip(volume.dims, volume.sizes, windows, strict=True):
-            i = dim - first
-            planes = _counted(kernel[i], stride[i], padding[i], size, window, include)
-            # The plain operator divided by the kernel; the volume's border counts fewer planes.
-            factor = torch.tensor([kernel[i] / n for n in planes], dtype=pooled.dtype).to(pooled.device)
-            pooled = pooled.narrow(dim, window.skip, len(planes)) * factor.reshape([-1] + [1] * (pooled.ndim - dim - 1))
-        return pooled
+    def local(slab: Tensor, *_: Any) -> Tensor:
+        return _halve(slab) if halves and _fits_halves(slab) else func(slab, kernel, stride, inside, *rest)
 
     def whole(tensor: Tensor) -> Tensor:
         return _halve(tensor) if halves and _fits_halves(tensor) else func(tensor, kernel, stride, padding, *rest)
 
-    return sharded_windows(volume, plans, local, whole)
+    # A window at the volume's border may have fewer planes to divide by than those inside; a slab does not know it.
+    margins = [planes if include else 0 for planes in padding]
+    full = all(
+        margins[dim - first] == padding[dim - first]
+        and plan.window.need(0, plan.outputs)[1] <= size + margins[dim - first]
+        for dim, size, plan in zip(volume.dims, volume.sizes, plans, strict=True)
+    )
+    if full or divisor is not None or volume.context.communicator.num_shards == 1:
+        return sharded_windows(volume, plans, local, whole)
+    say_gathered(volume, f"calls {func.__name__} with")
+    return cut_if_thick(whole(volume.full_tensor()), volume)
 
 
 def _fits_halves(slab: Tensor) -> bool:
@@ -101,43 +92,23 @@ def _halve(slab: Tensor) -> Tensor:
     return halved
 
 
-def _counted(kernel: int, stride: int, padding: int, size: int, window: LocalWindow, include: bool) -> list[int]:
-    """Return, for each output plane, the number of planes that torch divides by."""
-    counts = []
-    for plane in range(*window.output):
-        start = plane * stride - padding
-        low, high = (
-            (start, min(start + kernel, size + padding)) if include else (max(start, 0), min(start + kernel, size))
-        )
-        counts.append(high - low)
-    return counts
-
-
 @handles("Pooling", "F.adaptive_avg_pool1d", "F.adaptive_avg_pool2d", "F.adaptive_avg_pool3d", samples=each_sample)
 @handles("Pooling", "F.adaptive_max_pool1d", "F.adaptive_max_pool2d", "F.adaptive_max_pool3d", samples=each_sample)
 def adaptive_pool(func: Callable, input: Any, output_size: Any) -> Any:
-    """Pool to one plane along the cut by slabs, and then over the shards; to several planes in the gathered volume."""
+    """Pool to one voxel by slabs, and then over the shards; to several voxels in the gathered volume."""
     volume, count = input, _spatial(func)
     refuse_if(not spatial_only(volume, count), "the volume must be cut along spatial dims")
     first = volume.ndim - count
     outputs = [volume.shape[first + i] if n is None else n for i, n in enumerate(per_dim(output_size, count))]
-    cut = [dim - first for dim in volume.dims]
-    if any(outputs[i] != 1 for i in cut) or ("max" in func.__name__ and cut != [0]):
-        if volume.context.communicator.num_shards == 1:
-            return each_slab(func, volume, outputs)
-        say_gathered(volume, f"calls {func.__name__} with")
-        return cut_if_thick(func(volume.full_tensor(), outputs), volume)
-    if "max" in func.__name__:
+    if "avg" in func.__name__ and set(outputs) == {1}:
+        return over_dims("mean", volume, list(range(first, volume.ndim)), keepdim=True)
+    if "max" in func.__name__ and outputs[0] == 1 and volume.dims == (first,):
         # Of equal voxels the first in memory, as in torch: it is on the first of their shards.
         return volume.context.communicator.collect([func(slab, outputs) for slab in volume.slabs]).max(0).values
-    # Pooling along the cut and pooling within the slabs commute.
-    within = [volume.shape[dim] for dim in range(first, volume.ndim)]
-    if any(outputs[i] != within[i] for i in range(count) if i not in cut):
-        partial = [outputs[i] if i not in cut else None for i in range(count)]
-        slabs = [func(slab, partial) for slab in volume.slabs]
-        shape = [*volume.shape[:first], *(within[i] if i in cut else outputs[i] for i in range(count))]
-        volume = ShardedVolume(slabs, volume.dims, shape, volume.context)
-    return over_dims("mean", volume, list(volume.dims), keepdim=True)
+    if volume.context.communicator.num_shards == 1:
+        return each_slab(func, volume, outputs)
+    say_gathered(volume, f"calls {func.__name__} with")
+    return cut_if_thick(func(volume.full_tensor(), outputs), volume)
 
 
 def _spatial(func: Callable) -> int:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from volseg.device.torch_internals import with_overrides
 from volseg.parallel.spatial.context import active_autocast_dtype
 from volseg.parallel.spatial.lazy.attention import attend
 from volseg.parallel.spatial.lazy.scores import score
@@ -124,7 +123,7 @@ def reversed_matmul(func: Callable, input: Any, other: Any) -> Any:
     return matmul(torch.matmul, other, input)
 
 
-@handles("Products", "matmul", "Tensor.__matmul__", "bmm", "mm", "mv", "vdot", merged=True)
+@handles("Products", "matmul", "Tensor.__matmul__", "bmm", "mm", merged=True)
 def matmul(func: Callable, input: Any, other: Any) -> Any:
     """Multiply matrices and vectors."""
     waiting = attend(input, other)
@@ -136,25 +135,6 @@ def matmul(func: Callable, input: Any, other: Any) -> Any:
     first = [*batch[len(batch) - max(input.ndim - 2, 0) :], *rows, "k"]
     second = [*batch[len(batch) - max(other.ndim - 2, 0) :], "k", *columns]
     return contract(func, [input, other], [first, second], [*batch, *rows, *columns])
-
-
-@handles("Products", "dot", merged=True)
-def dot(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Return the inner product of two vectors."""
-    return contract(func, [*args, *kwargs.values()], ["k", "k"], "")
-
-
-@handles("Products", "addmm", "baddbmm", "addmv", merged=True)
-def added_product(func: Callable, input: Any, first: Any, other: Any, beta: float = 1, alpha: float = 1) -> Any:
-    """Add a matrix product to a tensor."""
-    with with_overrides():
-        product = torch.matmul(first, other)
-        product = product if alpha == 1 else product * alpha
-        if beta != 0:
-            return product + (input if beta == 1 else input * beta)
-    # With beta=0 torch ignores the input, even NaN.
-    refuse_if(isinstance(input, ShardedVolume) and not isinstance(product, ShardedVolume), "its result would be whole")
-    return product
 
 
 @handles("Products", "nn.linear", "F.linear", merged=True)

@@ -1,4 +1,4 @@
-"""Interpolation: nearest, nearest-exact and the linear family, with either ``align_corners``; sampling at any point."""
+"""Interpolation: nearest, nearest-exact and the linear family, with either ``align_corners``."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,15 @@ from torch import Tensor
 from volseg.device import fusions, upsample2x
 from volseg.device.first_order import LinearMap
 from volseg.device.layout import DIM
-from volseg.parallel.spatial.gathered import run_gathered
+from volseg.parallel.spatial.gathered import cut_if_thick, say_gathered
 from volseg.parallel.spatial.operators.operands import each_sample, per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import AxisPlan, LocalWindow, constant, select_planes, sharded_windows
 from volseg.parallel.spatial.operators.pooling import adaptive_pool
 from volseg.parallel.spatial.pending import PLAIN
 from volseg.parallel.spatial.plan.windows import ChosenPlanes, Resize, nearest_planes
 from volseg.parallel.spatial.sources import Moment, Unchanged
-from volseg.parallel.spatial.table import handles, refuse, refuse_if
-from volseg.parallel.spatial.volume import ShardedVolume, from_whole, wrap
+from volseg.parallel.spatial.table import handles, refuse
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 NEAREST = ("nearest", "nearest-exact")
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -49,21 +49,19 @@ def interpolate(func: Callable, settings: Any) -> Any:
     if _is_doubled(volume, mode, sizes, scales, corners):
         return _double_in_own_type(volume, mode)
     same = [volume.shape[2 + i] == sizes[i] for i in range(count)]
-    moves = [same[i] and scales[i] not in (None, 1.0) and not corners for i in range(count)]
-    if any(moves) and volume.context.communicator.num_shards > 1:
-        refuse(
-            "the scale factor keeps the number of planes of a dim, but torch may shift the planes; pass size= instead"
-        )
+    # torch may shift planes by a factor that keeps their number.
+    moves = any(same[i] and scales[i] not in (None, 1.0) and not corners for i in range(count))
     plans = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
         i = dim - 2
+        window: Any = Resize(size, sizes[i], scales[i], corners)
         if mode in NEAREST:
-            planes, gradient = nearest_planes(size, sizes[i], mode, scales[i], volume.dtype, i, count)
-            if not gradient and volume.requires_grad and torch.is_grad_enabled():
-                refuse(f"torch's gradient of {size} to {sizes[i]} planes ({mode}) goes to other planes than it reads")
-            plans.append(AxisPlan(ChosenPlanes(planes), sizes[i]))
-        else:
-            plans.append(AxisPlan(Resize(size, sizes[i], scales[i], corners), sizes[i]))
+            planes = nearest_planes(size, sizes[i], mode, scales[i])
+            window = None if planes is None else ChosenPlanes(planes)
+        plans.append(AxisPlan(window, sizes[i]))
+    if volume.context.communicator.num_shards > 1 and (moves or any(plan.window is None for plan in plans)):
+        say_gathered(volume, "calls F.interpolate with")
+        return cut_if_thick(F.interpolate(volume.full_tensor(), **given), volume)
     cut = {dim - 2 for dim in volume.dims}
 
     def local(slab: Tensor, windows: list[LocalWindow], _position: int) -> Tensor:
@@ -171,25 +169,3 @@ def _given_scales(given: dict, count: int) -> list[float | None]:
     if given["scale_factor"] is None or given["recompute_scale_factor"]:
         return [None] * count
     return [float(factor) for factor in per_dim(given["scale_factor"], count)]
-
-
-@handles("Interpolation", "F.grid_sample", treats="input grid mode padding_mode align_corners")
-def grid_sample(func: Callable, given: Any) -> Any:
-    """Sample the gathered input at the points of each slab, which may be anywhere in the volume."""
-    settings = {name: getattr(given, name) for name in ("mode", "padding_mode", "align_corners")}
-    source, grid = given.input, given.grid
-    volume: ShardedVolume = grid if isinstance(grid, ShardedVolume) else source
-    context = volume.context
-    if isinstance(source, ShardedVolume):
-        context.say_once("F.grid_sample may read a volume anywhere: its input is gathered on every device")
-    if not isinstance(grid, ShardedVolume):
-        # Dim i of the points is dim i + 1 of the result.
-        dims = [dim - 1 for dim in source.dims]
-        if any(dim < 1 or grid.shape[dim] != size for dim, size in zip(dims, source.sizes, strict=True)):
-            return run_gathered(func, (source, grid), settings)
-        grid = from_whole(grid, dims, context)
-    refuse_if(any(dim in (0, grid.ndim - 1) for dim in grid.dims), "batch and coordinates must not be cut")
-    wholes = context.spread(source.full_tensor() if isinstance(source, ShardedVolume) else source)
-    slabs = [func(own, places, **settings) for own, places in zip(wholes, grid.slabs, strict=True)]
-    shape = [*slabs[0].shape[:2], *grid.shape[1:-1]]
-    return ShardedVolume(slabs, [dim + 1 for dim in grid.dims], shape, context)

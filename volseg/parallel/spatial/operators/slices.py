@@ -86,20 +86,13 @@ def is_basic(entry: Any) -> bool:
 
 
 def expanded(index: tuple, ndim: int) -> list[Any]:
-    """Replace the ellipsis by full slices; a mask indexes as many dims as it has."""
-    used = sum(_width(entry) for entry in index)
+    """Replace the ellipsis by full slices."""
+    used = sum(entry is not None and entry is not ... for entry in index)
     rest = [slice(None)] * (ndim - used)
-    # Not index.index(...): comparing tensors is an operator.
-    where = next((i for i, entry in enumerate(index) if entry is ...), None)
-    if where is not None:
+    if ... in index:
+        where = index.index(...)
         return [*index[:where], *rest, *index[where + 1 :]]
     return [*index, *rest]
-
-
-def _width(entry: Any) -> int:
-    if isinstance(entry, Tensor) and entry.dtype == torch.bool:
-        return entry.ndim
-    return int(entry is not None and entry is not ...)
 
 
 def _select(volume: ShardedVolume, dim: int, index: int) -> ShardedVolume | Tensor:

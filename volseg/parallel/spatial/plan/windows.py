@@ -13,10 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, floor
 
-import torch
-import torch.nn.functional as F
-
-from volseg.device.gpus import host_values
 from volseg.parallel.spatial.plan.shards import Span, spans
 
 
@@ -147,15 +143,10 @@ class ChosenPlanes(Window):
         return min(chosen), max(chosen) + 1
 
 
-@lru_cache(maxsize=1024)
-def nearest_planes(
-    size: int, outputs: int, mode: str, scale: float | None, dtype: torch.dtype, dim: int, count: int
-) -> tuple[tuple[int, ...], bool]:
-    """Return the input plane of every output plane, and whether torch's own gradient goes back to these planes.
+def nearest_planes(size: int, outputs: int, mode: str, scale: float | None) -> tuple[int, ...] | None:
+    """Return the input plane of every output plane; None where torch's rounding decides which one it is.
 
-    torch itself resizes a ramp: its rounding depends on its version, the dtype and the number of dims. Its backward
-    pass on a CPU computes the planes in another way than the forward pass (``nearest_idx`` in UpSampleKernel.cpp copies
-    if the size stays, and rounds otherwise), so the two may differ.
+    No rounding occurs if one size is a power of two times the other.
 
     Parameters
     ----------
@@ -165,36 +156,12 @@ def nearest_planes(
         ``"nearest"`` or ``"nearest-exact"``.
     scale
         The user's ``scale_factor``, or None if a size was given.
-    dtype
-        Of the volume.
-    dim, count
-        Number of the dim, and number of spatial dims.
     """
-    with host_values():
-        return _ask_nearest(size, outputs, mode, scale, dtype, dim, count)
-
-
-def _ask_nearest(
-    size: int, outputs: int, mode: str, scale: float | None, dtype: torch.dtype, dim: int, count: int
-) -> tuple[tuple[int, ...], bool]:
-    ramp = torch.arange(size, dtype=dtype if dtype == torch.float64 else torch.float32)
-    along = [1] * count
-    along[dim] = size
-    lines = ramp.reshape(1, 1, *along).repeat(outputs, 1, *(2 if axis != dim else 1 for axis in range(count)))
-    with torch.enable_grad():
-        lines.requires_grad_()
-        if scale is None:
-            extents = [outputs if axis == dim else 2 for axis in range(count)]
-            resized = F.interpolate(lines, size=extents, mode=mode)
-        else:
-            factors = [scale if axis == dim else 1.0 for axis in range(count)]
-            resized = F.interpolate(lines, scale_factor=factors, mode=mode)
-        # Line i shows where the gradient of output plane i goes.
-        values = resized.movedim(dim + 2, 2).reshape(outputs, outputs, -1)[..., 0]
-        (gradient,) = torch.autograd.grad(values.diagonal().sum(), lines)
-    planes = tuple(int(plane) for plane in values[0].tolist())
-    back = gradient.movedim(dim + 2, 2).reshape(outputs, size, -1).sum(-1).argmax(1)
-    return planes, tuple(back.tolist()) == planes
+    times, rest = divmod(max(size, outputs), min(size, outputs))
+    if rest or times & (times - 1) or scale not in (None, outputs / size):
+        return None
+    half = int(mode == "nearest-exact")
+    return tuple((2 * plane + half) * size // (2 * outputs) for plane in range(outputs))
 
 
 @lru_cache(maxsize=1024)
