@@ -30,7 +30,7 @@ from volseg.parallel.verification.comparison import (
     whole,
 )
 from volseg.parallel.verification.report import ModeResult, Report
-from volseg.parallel.verification.subject import MOST, Subject, cut_pieces, name_few
+from volseg.parallel.verification.subject import Subject, cut_pieces, name_few
 
 STEPS = 2
 """Number of steps: the second one uses parameters, buffers and caches that the first one has changed."""
@@ -201,15 +201,8 @@ class Comparison:
 
         def compare() -> ModeResult:
             ours, remark = self._run(mode, subject.net, STEPS + first)
-
-            def compare_steps(tolerances: Sequence[float]) -> list[Difference]:
-                steps = zip(theirs, ours[first:], tolerances, strict=True)
-                return [compare_values(one, other, ignored, most) for one, other, most in steps]
-
-            found = compare_steps([self.tolerance] * STEPS)
-            wrong = [error for difference in found for error in difference.wrong.values()]
-            if wrong and all(error <= MOST for error in wrong):
-                found = compare_steps([max(self.tolerance, most) for most in subject.round_off(*key)[first:]])
+            pairs = zip(theirs, ours[first:], strict=True)
+            found = [compare_values(*pair, ignored, self.tolerance) for pair in pairs]
             if found[0].both_nan:
                 self.notes.append(f"{mode.name}: NaN in the same places on both sides: {name_few(found[0].both_nan)}")
             return ModeResult.from_steps(mode.name, found, first + 1, message=remark)

@@ -7,7 +7,7 @@ that does not repeat itself with one seed.
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,14 +29,6 @@ from volseg.parallel.verification.comparison import (
     observe,
     observe_call,
 )
-
-EPSILON = torch.finfo(torch.float64).eps
-
-MARGIN = 100
-"""Accepted error of all layers' round-off, relative to the effect of an input moved by round-off."""
-
-MOST = 1e-5
-"""Largest error that counts as round-off: real faults are above 1e-4."""
 
 
 def cut_pieces(inputs: Sequence[Any], split_size: int, batched: Collection[int] | None) -> list[list[Any]]:
@@ -72,8 +64,6 @@ class Subject:
     reference : callable
         Returns the values after a number of steps of the plain network: with gradients or without, whole or by
         micro-batches of a size.
-    round_off : callable
-        Takes the same; returns for each step the error that the plain network's own round-off explains.
     """
 
     def __init__(
@@ -95,18 +85,17 @@ class Subject:
         self.notes: list[str] = []
         if other := [name or "the network" for name, m in self.original.named_modules() if m.training != training]:
             self.notes.append(f"in {'eval' if training else 'train'} mode inside {self.state}: {name_few(other)}")
-        self.reference = cache(partial(self._train, self.inputs))
-        self.round_off = cache(self._measure_round_off)
+        self.reference = cache(self._train)
         self._probe()
 
     def _probe(self) -> None:
         """Test the plain network with one seed twice, and with another seed."""
-        first, again, other = (self._forward(self.original, self.inputs, seed) for seed in (0, 0, 1))
+        first, again, other = (self._forward(self.original, seed) for seed in (0, 0, 1))
         self.repeats, self.is_random = _is_alike(first, again), not _is_alike(first, other)
         self.net, self.trouble = self.original, ""
         if self.is_random:
             self.net = _without_dropout(self.original)
-            first, other = (self._forward(self.net, self.inputs, seed) for seed in (0, 1))
+            first, other = (self._forward(self.net, seed) for seed in (0, 1))
         if not self.repeats:
             self.trouble = "the plain network does not repeat itself: one seed gives two outputs"
         elif not _is_alike(first, other):
@@ -127,30 +116,11 @@ class Subject:
                 f"inputs are not"
             )
 
-    def _forward(self, net: nn.Module, inputs: Sequence[Any], seed: int) -> Values:
-        model = copy.deepcopy(net)
+    def _forward(self, net: nn.Module, seed: int) -> Values:
         with self._own_fault(), seeded(seed, list_gpus()):
-            return observe_call(model, inputs)
+            return observe_call(copy.deepcopy(net), self.inputs)
 
-    def _measure_round_off(self, *key: Any) -> list[float]:
-        """Return for each step the error that the plain network's own round-off explains.
-
-        The input is moved by a few units in the last place: a norm over two voxels amplifies this change, and in the
-        same way the different order of a sum over shards.
-        """
-        generator = torch.Generator().manual_seed(1)
-        ulps = torch.randint(-4, 5, self.shape, generator=generator).to(self.inputs[0]) * EPSILON
-        near = self._train([self.inputs[0] * (1 + ulps), *self.inputs[1:]], *key)
-        changes = [compare_values(*pair).errors for pair in zip(self.reference(*key), near, strict=True)]
-        largest = [max((error for error in change.values() if error == error), default=0.0) for change in changes]
-        allowed = [min(MARGIN * change, MOST) for change in largest]
-        self.notes.append(
-            f"{self.state}: ill-conditioned at this size: input moved by round-off moves the plain network's "
-            f"values by up to {max(largest):.0e}, so errors up to {max(allowed):.0e} count as equal"
-        )
-        return allowed
-
-    def _train(self, inputs: Sequence[Any], steps: int, gradients: bool, split_size: int | None) -> list[Values]:
+    def _train(self, steps: int, gradients: bool, split_size: int | None) -> list[Values]:
         """Train a copy of the plain network."""
         model = copy.deepcopy(self.net)
 
@@ -163,7 +133,7 @@ class Subject:
             return join([model(*piece) for piece in pieces])
 
         with self._own_fault(), seeded(0, list_gpus()):
-            return observe(model, inputs, eager_step(call, self.objective, gradients), steps, self.leaves)
+            return observe(model, self.inputs, eager_step(call, self.objective, gradients), steps, self.leaves)
 
     @contextmanager
     def _own_fault(self) -> Iterator[None]:
