@@ -41,7 +41,7 @@ from volseg.parallel.state.watch import Watch, name_tensors
 class Attempt:
     """State before an attempt; ``put_back`` undoes the attempt, as does the end of a ``with`` block.
 
-    An attempt (to run spatially, to record, to probe) runs ``forward`` once more than the user asked for, or stops in
+    An attempt (to record, to probe) runs ``forward`` once more than the user asked for, or stops in
     the middle of it. It must leave no side effects.
 
     Parameters
@@ -54,8 +54,6 @@ class Attempt:
         Parameters whose values are restored too, because ``forward`` is known to change them.
     optimizer
         Optimizer whose settings and state are restored: the values on the host, and the set of tensors in its state.
-    inputs
-        Arguments of the call, nested in any way, which ``forward`` may have changed in place.
 
     Attributes
     ----------
@@ -72,14 +70,11 @@ class Attempt:
         *,
         written: Iterable[Tensor] = (),
         optimizer: Optimizer | None = None,
-        inputs: Any = (),
     ) -> None:
         self.network = remember(net, written)
         self.random = RandomState(devices)
         self._gradients = [(parameter, parameter.grad) for parameter in net.parameters()]
         self._put_optimizer_back = _remember_optimizer(optimizer)
-        given = [leaf for leaf in tree_leaves(inputs) if type(leaf) is Tensor and not leaf.is_inference()]
-        self._inputs = [(leaf, get_version(leaf), leaf.detach().clone()) for leaf in given]
 
     def __enter__(self) -> "Attempt":
         return self
@@ -98,7 +93,7 @@ class Attempt:
         Raises
         ------
         ParallelError
-            If a change in place cannot be undone: of a parameter, or of an input that needs a gradient.
+            If a parameter was changed in place.
         """
         self.random.put_back()  # first, since the following code may refuse
         for parameter, gradient in self._gradients:
@@ -106,17 +101,6 @@ class Attempt:
                 parameter.grad = gradient
         self._put_optimizer_back()
         self.network.put_back(in_place)
-        for tensor, version, value in self._inputs:
-            if get_version(tensor) == version:
-                continue
-            if tensor.requires_grad:
-                raise ParallelError(
-                    f"the network changes its input of shape {tuple(tensor.shape)} in place, which needs a gradient, "
-                    "and has operators without a sharded form, before which the change cannot be undone; choose "
-                    "strategy='pipeline', or pass input.clone()"
-                )
-            with torch.no_grad():
-                tensor.copy_(value)
 
 
 def _remember_optimizer(optimizer: Optimizer | None) -> Callable[[], None]:
