@@ -26,8 +26,6 @@ class ModeResult:
     """Reason of a refusal, of a failure or of a missing comparison; or a remark."""
     outcome: str = ""
     """``refused`` (an error of ours), ``failed`` (any other error) or ``not compared``; empty if it was compared."""
-    plain: bool = True
-    """Whether the other side is the plain network instead of another run of the same model."""
 
     @classmethod
     def from_steps(cls, name: str, steps: Sequence[Difference], first: int = 1, **more: Any) -> "ModeResult":
@@ -83,7 +81,7 @@ class Report:
         """
         found: dict[str, float] = {}
         for mode in self.modes:
-            for name, error in mode.errors.items() if mode.plain else ():
+            for name, error in mode.errors.items():
                 found[name] = max(error, found.get(name, 0.0), key=lambda value: (math.isnan(value), value))
         return found
 

@@ -46,9 +46,8 @@ def verify(
     parameters after a step, the inputs after the call, and all of it in a second step. Modes: training and
     evaluation, without gradients, with and without recomputation (spatial) or micro-batches (pipeline), recorded.
 
-    Dropout is turned off (the two sides would draw different masks); batch norm stays in training mode. Random numbers
-    are tested separately: one seed must give the same values twice, recomputed or not. The network itself does not
-    change: copies are compared.
+    Dropout is turned off (the two sides would draw different masks); batch norm stays in training mode. The network
+    itself does not change: copies are compared.
 
     Parameters
     ----------
