@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -34,12 +34,11 @@ from volseg.device.module_internals import (
 )
 from volseg.device.torch_internals import left_out_of_compilation
 from volseg.errors import ParallelError, PlacementError
-from volseg.parallel.devices import name_devices, require_visible
-from volseg.parallel.pipeline import Pipeline
-from volseg.parallel.spatial import Spatial
+from volseg.parallel.devices import Devices, name_devices, require_visible
+from volseg.parallel.pipeline import Pipeline, PipelineStrategy
+from volseg.parallel.spatial import Spatial, SpatialStrategy
 from volseg.parallel.state.module import REGISTRIES
 from volseg.parallel.state.random import CommonSeeds, own_random_numbers
-from volseg.parallel.strategy import Devices, Options, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -55,21 +54,10 @@ OWN_REGISTRIES = REGISTRIES.difference(SHARED_REGISTRIES)
 Copy = TypeVar("Copy", bound="ModelParallel")
 
 
-class StrategyOptions(TypedDict, total=False):
-    """Options of ``Spatial`` and ``Pipeline`` that ``ModelParallel`` accepts, declared for type checkers."""
+Options: TypeAlias = Spatial | Pipeline
+"""Options of a strategy: a frozen value, copied and pickled with the model."""
 
-    axes: Sequence[str] | str | None
-    grid: Sequence[int] | None
-    channels_last: bool | None
-    offload: bool
-    fixed_order: bool
-    cuts: Sequence[str] | None
-    record: bool | Literal["auto"]
-    batched: Sequence[int | str] | None
-    replicated: bool
-
-
-STRATEGIES: dict[str, type[Spatial] | type[Pipeline]] = {"spatial": Spatial, "pipeline": Pipeline}
+STRATEGIES: dict[str, type[Options]] = {"spatial": Spatial, "pipeline": Pipeline}
 
 
 class ModelParallel(nn.Module):
@@ -126,7 +114,7 @@ class ModelParallel(nn.Module):
     """
 
     module: nn.Module
-    strategy: Strategy
+    strategy: SpatialStrategy | PipelineStrategy
 
     def __init__(
         self,
@@ -137,7 +125,7 @@ class ModelParallel(nn.Module):
         mesh: Any = None,
         on_unsupported: Literal["raise", "gather"] = "raise",
         checkpoint: str | int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Any,
     ) -> None:
         super().__init__()
         check_network(net)
@@ -260,7 +248,7 @@ class ModelParallel(nn.Module):
 
 def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options, str]:
     """Return the options of the initial strategy, and the reason."""
-    if isinstance(strategy, Spatial | Pipeline):
+    if isinstance(strategy, Options):
         if given:
             raise ParallelError(
                 f"{', '.join(given)} and strategy={type(strategy).__name__}(...) were given: options go into "
@@ -285,7 +273,7 @@ def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options,
     return options(**given), why
 
 
-def _list_names(options: type[Spatial] | type[Pipeline]) -> set[str]:
+def _list_names(options: type[Options]) -> set[str]:
     return {field.name for field in fields(options)}
 
 
