@@ -35,7 +35,7 @@ from volseg.errors import ParallelError
 from volseg.parallel.state.description import Weak, find_tensor, is_opaque
 from volseg.parallel.state.module import remember
 from volseg.parallel.state.random import RandomState
-from volseg.parallel.state.watch import Watch, name_tensors
+from volseg.parallel.state.watch import Change, Watch, name_tensors
 
 
 class Attempt:
@@ -193,38 +193,29 @@ class RecordedState:
         ParallelError
             If the step did work in Python, or on the CPU, that a replay would not repeat.
         """
-        read = self._look(None)
-        assert self._attempt is not None
-        if self._attempt.random.torch_moved() or self._attempt.random.foreign_moved():
+        read, changes = self._look(None), self._watch_of_attempt.changes()
+        if effect := next(self._find_effects(read, changes), None):
             raise ParallelError(
-                "the step draws random numbers on the CPU (torch's, Python's or NumPy's generator), and every replay "
-                "would use the same ones; draw them on the device"
-            )
-        for name, tensor, version in self._on_cpu:
-            if get_version(tensor) != version:
-                raise ParallelError(
-                    f"the step changes {name} on the CPU, which a replay does not; keep it on the device"
-                )
-        changes = self._watch_of_attempt.changes()
-        for change in changes:
-            if not change.is_of_tensors:
-                old, new = change.pairs[0] if change.pairs else ("one", "another")
-                raise ParallelError(
-                    f"the step changes {change.name} from {_shorten(old)} to {_shorten(new)} in Python, which a replay "
-                    "does not run; keep what forward() counts in a buffer on the device"
-                )
-            if any(find_tensor(old) in read for old, _ in change.pairs):
-                raise ParallelError(
-                    f"the step reads {change.name} and puts another tensor in its place, and a replay would read the "
-                    "first one each time; change it in place"
-                )
-        if unknown := self._watch_of_attempt.unknown:
-            raise ParallelError(
-                f"{unknown[0]} could change unnoticed (it draws random numbers, is an iterator, or holds very much), "
-                "and a replay does not look at it; keep it out of the network"
+                f"the step {effect}, which a replay does not repeat; keep state in buffers on the device"
             )
         self._written.update(change.name for change in changes)
         self._watch = self._watch_of_attempt
+
+    def _find_effects(self, read: set[Weak], changes: Iterable[Change]) -> Iterator[str]:
+        """Yield what the step did besides kernels, as a phrase."""
+        assert self._attempt is not None
+        if self._attempt.random.torch_moved() or self._attempt.random.foreign_moved():
+            yield "draws random numbers on the CPU"
+        for name, tensor, version in self._on_cpu:
+            if get_version(tensor) != version:
+                yield f"changes {name} on the CPU"
+        for change in changes:
+            if not change.is_of_tensors:
+                yield f"changes {change.name} in Python"
+            if any(find_tensor(old) in read for old, _ in change.pairs):
+                yield f"reads {change.name} and puts another tensor in its place"
+        for name in self._watch_of_attempt.unknown:
+            yield f"has {name}, which could change unnoticed"
 
     def put_back(self) -> None:
         """Undo the attempt."""
@@ -268,11 +259,3 @@ class RecordedState:
                 for name, value in state.items():
                     if isinstance(value, Tensor) and not on_gpu(value):
                         yield f"the optimizer's {name}", value
-
-
-def _shorten(token: Any) -> str:
-    if find_tensor(token) is not None:
-        return "one tensor"
-    value = token[1] if isinstance(token, tuple) and len(token) == 2 and type(token[1]) is token[0] else token
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
