@@ -144,7 +144,7 @@ class GradientSums:
         parameters: list[Tensor] = [known[name] for name in names]
         with self._on_stream():
             edges = self._get_edges(parameters)
-            differences = self.find_differences(names)
+            differences = self.get_differences(names)
             end = torch.empty(0, device=self.device)
             marked: list[Tensor] = []
             for bucket in fill_buckets(parameters):
@@ -176,7 +176,7 @@ class GradientSums:
             total = total / self.count
         return [None if given is None else part for given, part in zip(gradients, room.split(total), strict=True)]
 
-    def find_differences(self, names: tuple[str, ...]) -> Differences:
+    def get_differences(self, names: tuple[str, ...]) -> Differences:
         """Return the differences found in sums over the parameters of these names."""
         if names not in self._differences:
             self._differences[names] = Differences(names, self.device, REFUSAL)

@@ -148,7 +148,7 @@ class Piped:
             if device not in self._sums:
                 assert self._replicas.group is not None
                 self._sums[device] = GradientSums(self._replicas.group, device, fixed_order=self._replicas.fixed_order)
-            differences, first = self._sums[device].find_differences(tuple(own)), 0
+            differences, first = self._sums[device].get_differences(tuple(own)), 0
             for bucket in fill_buckets(list(own.values())):
                 gradients = [parameter.grad if id(parameter) in before else None for parameter in bucket]
                 summed = self._sums[device].add(bucket, gradients, differences, first)

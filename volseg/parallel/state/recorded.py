@@ -194,14 +194,14 @@ class RecordedState:
             If the step did work in Python, or on the CPU, that a replay would not repeat.
         """
         read, changes = self._look(None), self._watch_of_attempt.changes()
-        if effect := next(self._find_effects(read, changes), None):
+        if effect := next(self._list_effects(read, changes), None):
             raise ParallelError(
                 f"the step {effect}, which a replay does not repeat; keep state in buffers on the device"
             )
         self._written.update(change.name for change in changes)
         self._watch = self._watch_of_attempt
 
-    def _find_effects(self, read: set[Weak], changes: Iterable[Change]) -> Iterator[str]:
+    def _list_effects(self, read: set[Weak], changes: Iterable[Change]) -> Iterator[str]:
         """Yield what the step did besides kernels, as a phrase."""
         assert self._attempt is not None
         if self._attempt.random.torch_moved() or self._attempt.random.foreign_moved():
