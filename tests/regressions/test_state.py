@@ -299,12 +299,6 @@ def test_a_first_layer_in_place_on_an_input_that_needs_a_gradient_is_refused(lea
         model(given if leaf else given * 1)
 
 
-def test_an_attempt_that_cannot_be_undone_is_refused() -> None:
-    net = RunLayers(lambda net, x: torch.fft.fft(x.mul_(2), dim=2).real)
-    with pytest.raises(ParallelError, match="choose strategy='pipeline'"):
-        ModelParallel(net, devices=["cpu"] * 2)(volume().requires_grad_() * 1)
-
-
 def test_lazy_modules_are_refused_until_they_have_a_shape() -> None:
     """They failed where their elements were counted, without a hint."""
     net = nn.Sequential(nn.LazyConv3d(2, 3), nn.LazyBatchNorm3d()).double()
