@@ -265,13 +265,13 @@ def test_hooks_are_refused_whenever_they_come(traced):
     image = torch.randn(1, 1, 4, 4, 4)
     model(image)
     handle = model.stem[2].register_forward_hook(lambda *given: None)
-    with pytest.raises(ParallelError, match=r"'stem\.2' of Heads has a hook, which torch\.compile skips"):
+    with pytest.raises(ParallelError, match=r"cannot run Heads as it is: stem\.2 has a hook"):
         model(image)
     handle.remove()
     model(image)
     handle = nn.modules.module.register_module_forward_hook(lambda *given: None)
     try:
-        with pytest.raises(ParallelError, match="all modules of Heads has a hook"):
+        with pytest.raises(ParallelError, match="every module, has a hook"):
             model(image)
     finally:
         handle.remove()
@@ -286,7 +286,7 @@ def test_modes_and_tensors_that_would_run_it_plain_are_refused(traced):
     image = torch.ones(1, 1, 2, 2, 2)
     with FlopCounterMode(display=False), pytest.raises(ParallelError, match="under a TorchDispatchMode"):
         model(image)
-    with pytest.raises(ParallelError, match="takes plain tensors, got a Own"):
+    with pytest.raises(ParallelError, match="its argument is a Own"):
         model(image.as_subclass(Own))
     with pytest.raises(ParallelError, match=r"inside a transform of torch\.func"):
         torch.func.vmap(model)(image[None])

@@ -292,12 +292,6 @@ def test_a_first_layer_in_place_on_copies_is_refused(needs_gradient: bool) -> No
         model(given)
 
 
-def test_an_attempt_that_cannot_be_undone_is_refused() -> None:
-    net = RunLayers(lambda net, x: torch.fft.fft(x.mul_(2), dim=2).real)
-    with pytest.raises(ParallelError, match="choose strategy='pipeline'"):
-        ModelParallel(net, devices=["cpu"] * 2)(volume().requires_grad_() * 1)
-
-
 def test_lazy_modules_are_refused_until_they_have_a_shape() -> None:
     """They failed where their elements were counted, without a hint."""
     net = nn.Sequential(nn.LazyConv3d(2, 3), nn.LazyBatchNorm3d()).double()

@@ -158,6 +158,11 @@ find_next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """Return the number of autograd's next node on this thread."""
 
 
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of this thread's running backward pass, on the streams of the pass's caller."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def get_node_number(node: Any) -> int:
     """Return the number of an autograd node: on one thread, later nodes have larger numbers."""
     number: int = node._sequence_nr()

@@ -86,7 +86,7 @@ def trace_candidate(
     if time_kernel is None and candidate.pipeline > 1:
         time_kernel = gpu.seconds if isinstance(gpu, GpuKind) else _time_roughly
     if (candidate.pipeline > 1 or one_process) and candidate.data > 1 and candidate.recorded:
-        raise NotRecordedError("stages whose gradients DistributedDataParallel sums by hooks are not recorded")
+        raise NotRecordedError("stages whose gradients replicas sum by hooks are not recorded")
     if candidate.num_gpus > 1 and candidate.pipeline == 1 and not one_process:
         # The last replica has the most rows, if they differ.
         first, processes = (candidate.data - 1) * candidate.spatial, candidate.num_gpus

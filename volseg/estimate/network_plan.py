@@ -25,7 +25,6 @@ from volseg.parallel.devices import list_gpus
 from volseg.parallel.fast_kernels import CAPABILITY
 from volseg.parallel.pipeline import Pipeline
 from volseg.parallel.spatial import Spatial
-from volseg.parallel.strategy import Options
 
 Loss = Callable[[Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -198,7 +197,7 @@ def describe_network(
 
 def choose_for_first_batch(
     net: nn.Module, devices: Sequence[torch.device], args: tuple[Any, ...]
-) -> tuple[Options, str] | None:
+) -> tuple[Spatial | Pipeline, str] | None:
     """Return the strategy that is estimated to be fastest on several GPUs, and the reason.
 
     If nothing fits, it is the strategy of the least memory.

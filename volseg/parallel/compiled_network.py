@@ -246,25 +246,18 @@ class CompiledNetwork(nn.Module):
     def _require_ordinary(self, given: Sequence[Tensor]) -> None:
         """Raise if torch.compile would skip a hook or mode, or silently run the plain network."""
         name = type(self.net).__name__
-        strange = [type(tensor).__name__ for tensor in given if type(tensor) not in (Tensor, nn.Parameter)]
-        if strange or not all(has_values(tensor.device) for tensor in given):
-            what = strange[0] if strange else "tensor without values"
-            raise ParallelError(f"a compiled {name} takes plain tensors, got a {what}; {INSTEAD}")
-        if count_dispatch_modes():
-            raise ParallelError(
-                f"torch.compile compiles nothing under a TorchDispatchMode, and one is active; {INSTEAD}"
-            )
         refuse_forward_mode(f"a compiled {name}")
-        if find_transform() is not None:
-            raise ParallelError(f"a compiled {name} was called inside a transform of torch.func; {INSTEAD}")
-        of_all = any(HOOKS_OF_ALL_MODULES)
+        strange = [type(tensor).__name__ for tensor in given if type(tensor) not in (Tensor, nn.Parameter)]
         hooked = next((path for path, part in self.net.named_modules() if any(getattr(part, k) for k in HOOKS)), None)
-        if of_all or hooked is not None:
-            where = "all modules" if of_all else repr(hooked) if hooked else "the network itself"
-            raise ParallelError(
-                f"{where} of {name} has a hook, which torch.compile skips if it was registered late; remove it, "
-                f"or register it on the module that wraps the network, or {INSTEAD}"
-            )
+        reason = None
+        if strange or not all(has_values(tensor.device) for tensor in given):
+            reason = f"its argument is a {strange[0] if strange else 'tensor without values'}"
+        elif count_dispatch_modes() or find_transform() is not None:
+            reason = "it is called under a TorchDispatchMode or inside a transform of torch.func"
+        elif any(HOOKS_OF_ALL_MODULES) or hooked is not None:
+            reason = f"{hooked or 'the network itself, or every module,'} has a hook"
+        if reason is not None:
+            raise ParallelError(f"torch.compile cannot run {name} as it is: {reason}; remove that, or {INSTEAD}")
 
 
 def _make_call(net: nn.Module) -> Callable[..., Any]:

@@ -34,13 +34,12 @@ from volseg.parallel.replicas import Replicas
 from volseg.parallel.spatial.replication import check_alike, replicate
 from volseg.parallel.spatial.strategy import SpatialStrategy
 from volseg.parallel.state.random import CommonSeeds, RandomState, mix, seeded
-from volseg.parallel.strategy import Strategy
 
 NUM_CHECKED = 2
 """Number of training passes that first compare the replicas: the first pass, and the pass after the first step."""
 
 OF_ONE_REPLICA = {"partition", "is_shared", "is_recordable", "is_replaying", "step_devices", "volumes"}
-"""Properties of `Strategy` that are those of one replica's."""
+"""Properties of a strategy that are those of one replica's."""
 
 
 class DataParallel(ModelParallel):
@@ -82,7 +81,7 @@ class DataParallel(ModelParallel):
     """
 
     model: nn.Module
-    strategy: "_Replicated"
+    strategy: "_Replicated"  # type: ignore[assignment]
 
     def __init__(self, model: nn.Module, replicas: Replicas) -> None:
         self._wrap(model, replicas)
@@ -176,7 +175,7 @@ class _Replicated:
         self.replicas, self._net, self._call = replicas, net, model
         self._placed: SpatialStrategy | PipelineStrategy | OneDevice
         if isinstance(model, ModelParallel):
-            placed: Strategy = model.strategy
+            placed = model.strategy
             self._placed = placed if isinstance(placed, PipelineStrategy) else placed.volumes
         else:
             self._placed = OneDevice(model, replicas)

@@ -7,6 +7,7 @@ A *launched* process was started by ``torchrun``, ``launch``, ``srun``, or anoth
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from volseg.device.gpus import count_gpus as count_gpus  # also for callers
 from volseg.device.gpus import uses_gpus as uses_gpus
 from volseg.errors import ParallelError
 from volseg.launched import Launch, read_launch
+
+Devices: TypeAlias = Sequence[str | int | torch.device] | None
+"""Devices of this process, as a user names them; None for all visible ones."""
 
 _own_device: torch.device | None = None
 
@@ -142,7 +146,7 @@ def current_gpu_or_cpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if count_gpus() else torch.device("cpu")
 
 
-def name_devices(devices: Sequence[str | int | torch.device] | None) -> list[torch.device]:
+def name_devices(devices: Devices) -> list[torch.device]:
     """Return the devices named in a call, with numbers for GPUs; by default all visible ones.
 
     The devices need not exist: a placement may be planned on another machine.

@@ -144,9 +144,7 @@ class GradientSums:
         parameters: list[Tensor] = [known[name] for name in names]
         with self._on_stream():
             edges = self._get_edges(parameters)
-            differences = self._differences.get(names)
-            if differences is None:
-                differences = self._differences[names] = Differences(names, self.device, REFUSAL)
+            differences = self.get_differences(names)
             end = torch.empty(0, device=self.device)
             marked: list[Tensor] = []
             for bucket in fill_buckets(parameters):
@@ -155,6 +153,34 @@ class GradientSums:
                 end, *stand_ins = _Sum.apply(work, end, *edges.tensors[first : first + len(bucket)])
                 marked += stand_ins
         return Marked(parameters, marked, end)
+
+    def add(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], differences: Differences, first: int
+    ) -> list[Tensor | None]:
+        """Return a bucket's gradients summed over the replicas; None stays None.
+
+        Parameters
+        ----------
+        parameters, gradients
+            Those of the bucket.
+        differences
+            Notes the gradients that only some replicas have.
+        first
+            Place of the bucket's first parameter among the names of ``differences``.
+        """
+        room = GradientRoom(parameters)
+        own, equal = self.numbers.read(gradients, parameters)
+        total = add_up(room.gather(gradients, own), self.group, self.fixed_order)
+        differences.note(first, total[-len(own) :] != equal)
+        if self.average:
+            total = total / self.count
+        return [None if given is None else part for given, part in zip(gradients, room.split(total), strict=True)]
+
+    def get_differences(self, names: tuple[str, ...]) -> Differences:
+        """Return the differences found in sums over the parameters of these names."""
+        if names not in self._differences:
+            self._differences[names] = Differences(names, self.device, REFUSAL)
+        return self._differences[names]
 
     def look(self) -> None:
         """Raise the differences that the last steps have found; wait for nothing.
@@ -252,16 +278,6 @@ class _Work(NamedTuple):
     first: int
     parameters: list[Tensor]
 
-    def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients summed over the replicas; None stays None."""
-        sums, room = self.sums, GradientRoom(self.parameters)
-        own, equal = sums.numbers.read(gradients, self.parameters)
-        total = add_up(room.gather(gradients, own), sums.group, sums.fixed_order)
-        self.differences.note(self.first, total[-len(own) :] != equal)
-        if sums.average:
-            total = total / sums.count
-        return [None if given is None else part for given, part in zip(gradients, room.split(total), strict=True)]
-
 
 def is_trained(parameter: Tensor) -> bool:
     """Return whether a tensor can get a gradient; tensors of inference mode have no version counter."""
@@ -302,7 +318,8 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, end: None, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         del end
         with ctx.work.sums.beside():  # memory where autograd has put it, on a real stream
-            return None, None, *ctx.work.add(gradients)
+            sums, _, differences, first, parameters = ctx.work
+            return None, None, *sums.add(parameters, gradients, differences, first)
 
 
 class _Tie(torch.autograd.Function):

@@ -6,10 +6,8 @@ volume into slabs, that of ``Pipeline`` cuts the network into stages. All operat
 
 ``strategy="auto"`` chooses at the first batch, which defines the size of volumes. On several GPUs of one process,
 ``volseg.estimate`` estimates the candidates then, and the fastest that fits is taken. Elsewhere, and if a network
-cannot run on fake tensors, the choice is the spatial split. If the first volume meets an operator without a sharded
-form, the choice falls back to the pipeline: only the run itself shows which functions a network calls, and a rehearsal
-on other shapes or devices could take another branch. This first attempt has no side effects on buffers, attributes,
-random numbers, or the input.
+cannot run on fake tensors, the choice is the spatial split, whose error for an operator without a sharded form names
+the pipeline.
 
 ``.cuda()`` and ``.to(device)`` raise: a move would break the placement.
 """
@@ -19,7 +17,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -35,14 +33,12 @@ from volseg.device.module_internals import (
     load_from_state_dict,
 )
 from volseg.device.torch_internals import left_out_of_compilation
-from volseg.errors import ParallelError, PlacementError, UnsupportedOperatorError
-from volseg.parallel.devices import list_gpus, name_devices, require_visible
-from volseg.parallel.pipeline import Pipeline
-from volseg.parallel.spatial import Spatial
+from volseg.errors import ParallelError, PlacementError
+from volseg.parallel.devices import Devices, name_devices, require_visible
+from volseg.parallel.pipeline import Pipeline, PipelineStrategy
+from volseg.parallel.spatial import Spatial, SpatialStrategy
 from volseg.parallel.state.module import REGISTRIES
 from volseg.parallel.state.random import CommonSeeds, own_random_numbers
-from volseg.parallel.state.recorded import Attempt
-from volseg.parallel.strategy import Devices, Options, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -58,21 +54,10 @@ OWN_REGISTRIES = REGISTRIES.difference(SHARED_REGISTRIES)
 Copy = TypeVar("Copy", bound="ModelParallel")
 
 
-class StrategyOptions(TypedDict, total=False):
-    """Options of ``Spatial`` and ``Pipeline`` that ``ModelParallel`` accepts, declared for type checkers."""
+Options: TypeAlias = Spatial | Pipeline
+"""Options of a strategy: a frozen value, copied and pickled with the model."""
 
-    axes: Sequence[str] | str | None
-    grid: Sequence[int] | None
-    channels_last: bool | None
-    offload: bool
-    fixed_order: bool
-    cuts: Sequence[str] | None
-    record: bool | Literal["auto"]
-    batched: Sequence[int | str] | None
-    replicated: bool
-
-
-STRATEGIES: dict[str, type[Spatial] | type[Pipeline]] = {"spatial": Spatial, "pipeline": Pipeline}
+STRATEGIES: dict[str, type[Options]] = {"spatial": Spatial, "pipeline": Pipeline}
 
 
 class ModelParallel(nn.Module):
@@ -86,9 +71,7 @@ class ModelParallel(nn.Module):
         ``Spatial(...)`` cuts volumes into slabs, ``Pipeline(...)`` cuts the layers into stages; ``"spatial"`` and
         ``"pipeline"`` are these with the options below. ``"auto"`` takes the pipeline if ``split_size`` is given.
         Otherwise, on several GPUs of one process, it estimates the candidates at the first batch and takes the fastest
-        that fits. On a CPU, and on several processes, it takes the spatial split, which also divides a batch of one; in
-        one process, and without options of the spatial split, it falls back to the pipeline if the first volume meets
-        an operator without a sharded form.
+        that fits. On a CPU, and on several processes, it takes the spatial split, which also divides a batch of one.
     devices
         Devices of this process; all visible GPUs by default (the CPU without GPUs). A device may be named several
         times. Under ``torchrun`` each process has one device, and the shards are the processes of ``mesh``.
@@ -111,9 +94,7 @@ class ModelParallel(nn.Module):
     Raises
     ------
     ParallelError
-        If the strategy is unknown, an option belongs to the other strategy, or the devices do not fit or do not exist.
-    TypeError
-        If no strategy has the option.
+        If the strategy is unknown or has no such option, or the devices do not fit or do not exist.
 
     Notes
     -----
@@ -133,7 +114,7 @@ class ModelParallel(nn.Module):
     """
 
     module: nn.Module
-    strategy: Strategy
+    strategy: SpatialStrategy | PipelineStrategy
 
     def __init__(
         self,
@@ -144,7 +125,7 @@ class ModelParallel(nn.Module):
         mesh: Any = None,
         on_unsupported: Literal["raise", "gather"] = "raise",
         checkpoint: str | int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Any,
     ) -> None:
         super().__init__()
         check_network(net)
@@ -178,45 +159,26 @@ class ModelParallel(nn.Module):
         """Run the network over the devices; spatial outputs are sharded volumes."""
         refuse_forward_mode(type(self).__name__)
         if self._tries:
-            return self._first_forward(*args, **kwargs)
+            self._choose_for(args, kwargs)
         return self.strategy(*args, **kwargs)
 
-    def _first_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the chosen strategy, or try the spatial split and fall back to the pipeline; record the choice."""
+    def _choose_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the strategy that is estimated to be fastest for the first batch, if there is an estimate."""
+        self._tries = False
         with own_random_numbers(()):  # libraries draw while they are imported
             chooser = import_module(CHOOSER)
         choice = None if kwargs else chooser.choose_for_first_batch(self.module, self._devices, args)
-        if choice is not None:
-            self._take(*choice)
-        if self.chosen == "pipeline":
-            self._tries = False
-            return self.strategy(*args, **kwargs)
-        gpus = list_gpus() if torch.cuda.is_initialized() else ()
-        attempt = Attempt(self.module, gpus, inputs=(args, kwargs))
-        try:
-            result = self.strategy(*args, **kwargs)
-        except UnsupportedOperatorError as fault:
-            attempt.put_back()
-            reason = str(fault).partition("\n")[0]
-            self._take(Pipeline(), f"an operator of the network has no sharded form: {reason}")
-            self._tries = False
-            logger.warning("ModelParallel(strategy='auto') takes the pipeline: %s", self.why)
-            return self.strategy(*args, **kwargs)
-        self._tries = False
         if choice is None:
-            self.why = "every operator of the first volume has a sharded form"
-        return result
+            return
+        options, self.why = choice
+        self.chosen = options.name
+        if options != self._options:
+            self._options = options
+            object.__setattr__(self, "strategy", options.build(self.module, self._arguments["devices"]))
 
     @property
     def _devices(self) -> Sequence[torch.device]:
         return name_devices(self._arguments["devices"])
-
-    def _take(self, options: Options, why: str) -> None:
-        """Use these options from now on."""
-        self.chosen, self.why = options.name, why
-        if options != self._options:
-            self._options = options
-            object.__setattr__(self, "strategy", options.build(self.module, self._arguments["devices"]))
 
     @property
     def partition(self) -> Any:
@@ -286,7 +248,7 @@ class ModelParallel(nn.Module):
 
 def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options, str]:
     """Return the options of the initial strategy, and the reason."""
-    if isinstance(strategy, Spatial | Pipeline):
+    if isinstance(strategy, Options):
         if given:
             raise ParallelError(
                 f"{', '.join(given)} and strategy={type(strategy).__name__}(...) were given: options go into "
@@ -303,21 +265,15 @@ def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options,
         name = "pipeline" if is_cut else "spatial"
         why = f"split_size={given['split_size']!r} was given" if is_cut else "no split_size was given"
     options = STRATEGIES[name]
-    for key, value in given.items():
-        if key in _list_names(options):
-            continue
-        other = next((each for each in STRATEGIES.values() if key in _list_names(each)), None)
-        if other is None:
-            known = sorted(set().union(*map(_list_names, STRATEGIES.values())))
-            raise TypeError(f"ModelParallel() has no option {key!r}. Options of strategies: {', '.join(known)}")
+    if unknown := sorted(given.keys() - _list_names(options)):
         raise ParallelError(
-            f"{key}={value!r} is an option of strategy={other.name!r}; leave it out for {options.noun} ({why}), or "
-            f"pass strategy={other.__name__}(...)"
+            f"{unknown[0]}={given[unknown[0]]!r} is no option of {options.noun} ({why}), which has "
+            f"{', '.join(sorted(_list_names(options)))}; leave it out, or pass another strategy="
         )
     return options(**given), why
 
 
-def _list_names(options: type[Spatial] | type[Pipeline]) -> set[str]:
+def _list_names(options: type[Options]) -> set[str]:
     return {field.name for field in fields(options)}
 
 

@@ -1,29 +1,24 @@
 """The strategies of one replica: a plain network on one device, and a pipeline.
 
-The stages of a pipeline are recorded with the parameters themselves, so stand-ins cannot replace them (see
-``gradient_sums``); torch's ``DistributedDataParallel`` works instead, by hooks on the parameters. It averages, which is
-right for gradients of several backward passes too; each gradient is first multiplied by the number of replicas, so that
-the mean is the sum.
+A pipeline knows its parameters by identity, so stand-ins cannot replace them (see ``gradient_sums``). Hooks note which
+parameters a backward pass reaches, and at its end the same sums are made, in the order of the network.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from volseg.device.compiler_internals import watching_scripts
-from volseg.device.gpus import has_values, observer
-from volseg.device.torch_internals import tree_flatten, tree_map_only, tree_unflatten
+from volseg.device.torch_internals import call_after_backward, find_backward_pass, tree_flatten, tree_unflatten
 from volseg.errors import ParallelError
-from volseg.parallel.fixed_order import sum_in_order
-from volseg.parallel.gradient_sums import GradientSums
+from volseg.parallel.buckets import fill_buckets
+from volseg.parallel.gradient_sums import GradientSums, is_trained
 from volseg.parallel.norms import name_batch_norm, norms_over_replicas, refuse_script
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
@@ -108,14 +103,11 @@ class Piped:
     """
 
     def __init__(self, model: nn.Module, strategy: PipelineStrategy, replicas: Replicas) -> None:
-        processes = replicas.num_processes
-        if replicas.fixed_order and processes & (processes - 1):
-            raise ParallelError(
-                f"sums over {processes} pipelines keep no fixed order; take a power of two, or fixed_order=False"
-            )
         self._model, self._strategy, self._replicas = model, strategy, replicas
-        self._wrapped: nn.Module | None = None
-        self._summed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._sums: dict[torch.device, GradientSums] = {}
+        self._hooked: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._before: dict[int, dict[int, Tensor | None]] = {}
+        """Of each backward pass, the gradients that its parameters had before, by identity."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline; its backward pass sums the gradients."""
@@ -126,49 +118,52 @@ class Piped:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self._replicas.group is None or not torch.is_grad_enabled():
-            return self._model(*args, **kwargs)
-        if self._wrapped is None:
-            self._strategy.plan(*args, **kwargs)  # parameters stay where they are
-            self._wrapped = self._wrap(self._replicas.group)
-        self._require_summed()
-        return self._wrapped(*args, **kwargs)
+        result = self._model(*args, **kwargs)  # the first call moves the parameters to their stages
+        if self._replicas.group is not None and torch.is_grad_enabled():
+            for sums in self._sums.values():
+                sums.look()
+            for parameter in self._strategy.net.parameters():
+                if is_trained(parameter) and self._hooked.get(id(parameter)) is not parameter:
+                    self._hooked[id(parameter)] = parameter
+                    parameter.register_hook(partial(_set_aside, weakref.ref(self), id(parameter)))
+        return result
 
-    def _require_summed(self) -> None:
-        """Refuse to train parameters that `DistributedDataParallel` does not know: it reads the parameters once."""
-        trained = [(name, p) for name, p in self._strategy.net.named_parameters() if p.requires_grad]
-        if unknown := [name for name, parameter in trained if self._summed.get(id(parameter)) is not parameter]:
-            raise ParallelError(
-                f"{unknown[0]} is trained now, but was frozen or another parameter when the replicas of this "
-                "pipeline first ran, so its gradient would not be summed; wrap the network again: "
-                "DataParallel(ModelParallel(model.module, strategy='pipeline', ...), replicas)"
-            )
+    def set_aside(self, key: int) -> None:
+        """Set the earlier gradient of a parameter aside, so that only this backward pass is summed."""
+        number = find_backward_pass()
+        before = self._before.setdefault(number, {})
+        if not before:
+            call_after_backward(partial(self._add, number))
+        before[key], self._hooked[key].grad = self._hooked[key].grad, None
 
-    def _wrap(self, group: dist.ProcessGroup) -> nn.Module:
-        trained = [parameter for parameter in self._strategy.net.parameters() if parameter.requires_grad]
-        self._summed.update((id(parameter), parameter) for parameter in trained)
-        if not has_values():
-            return FollowedReplicas(self._model, trained, self._replicas.num_processes)
-        wrapped = DistributedDataParallel(
-            self._model, process_group=group, broadcast_buffers=False, find_unused_parameters=True
-        )
-        if self._replicas.fixed_order:
-            wrapped.register_comm_hook(group, _average_in_order)
-        for parameter in trained:
-            parameter.register_hook(partial(_multiply, weakref.ref(self), self._replicas.num_processes))
-        return wrapped
+    @torch.no_grad()
+    def _add(self, number: int) -> None:
+        """Sum the gradients of a backward pass, device by device, and add them to the earlier ones."""
+        before = self._before.pop(number, {})
+        if not before:  # two devices' threads have begun at once
+            return
+        named = {name: p for name, p in self._strategy.net.named_parameters() if self._hooked.get(id(p)) is p}
+        for device in dict.fromkeys(parameter.device for parameter in named.values()):
+            own = {name: parameter for name, parameter in named.items() if parameter.device == device}
+            if device not in self._sums:
+                assert self._replicas.group is not None
+                self._sums[device] = GradientSums(self._replicas.group, device, fixed_order=self._replicas.fixed_order)
+            differences, first = self._sums[device].get_differences(tuple(own)), 0
+            for bucket in fill_buckets(list(own.values())):
+                gradients = [parameter.grad if id(parameter) in before else None for parameter in bucket]
+                summed = self._sums[device].add(bucket, gradients, differences, first)
+                for parameter, total in zip(bucket, summed, strict=True):
+                    if id(parameter) in before:
+                        earlier = before[id(parameter)]
+                        parameter.grad = earlier if total is None else total if earlier is None else earlier.add_(total)
+                first += len(bucket)
 
 
-def _multiply(owner: "weakref.ref[Piped]", factor: int, gradient: Tensor | None) -> Tensor | None:
-    """Multiply a parameter's gradient, as its hook, as long as the replicas exist."""
-    return gradient if gradient is None or owner() is None else gradient * factor
-
-
-def _average_in_order(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
-    buffer = bucket.buffer()
-    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-    done.set_result(sum_in_order(buffer, group) / dist.get_world_size(group))
-    return done
+def _set_aside(owner: "weakref.ref[Piped]", key: int, gradient: Tensor | None) -> None:
+    """Note that a parameter gets a gradient, as its hook, as long as the replicas exist."""
+    piped = owner()
+    if piped is not None and gradient is not None:
+        piped.set_aside(key)
 
 
 class _NoNormsOfBatch(TorchFunctionMode):
@@ -184,47 +179,3 @@ class _NoNormsOfBatch(TorchFunctionMode):
                 "of this pipeline sees micro-batches of its own rows; use instance or group norm, or data x spatial"
             )
         return func(*args, **kwargs)
-
-
-class FollowedReplicas(nn.Module):
-    """Stand-in for `DistributedDataParallel` in a step on fake tensors: torch's own is C++ that reads real memory.
-
-    As in torch's sources (``csrc/distributed/c10d/reducer.cpp``), flat gradients are kept beside the gradients
-    themselves. Each gradient is copied there, summed and copied back, and so are the network's outputs copied, from
-    which torch finds unused parameters. Here each gradient is a message of its own; torch sends some together.
-
-    Parameters
-    ----------
-    model : callable
-        Network of one replica.
-    parameters : iterable of Tensor
-        Trained parameters, on their devices, in the order of the network.
-    processes : int
-        Number of processes that sum gradients.
-    """
-
-    _model: Callable[..., Any]
-
-    def __init__(self, model: Callable[..., Any], parameters: Iterable[Tensor], processes: int) -> None:
-        super().__init__()
-        object.__setattr__(self, "_model", model)  # its parameters are not this module's
-        trained = list(parameters)
-        for device in dict.fromkeys(parameter.device for parameter in trained):
-            own = [parameter for parameter in trained if parameter.device == device]
-            flat = torch.cat([parameter.detach().reshape(-1) for parameter in own])
-            observer().on_sent(device, "broadcast", flat.nbytes, processes)  # the first replica's weights are sent
-            for parameter, place in zip(own, flat.split([parameter.numel() for parameter in own]), strict=True):
-                parameter.register_hook(partial(_follow_sum, place, processes))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the network, and copy its outputs."""
-        outputs = self._model(*args, **kwargs)
-        return tree_map_only(Tensor, lambda value: value.clone() if value.requires_grad else value, outputs)
-
-
-def _follow_sum(place: Tensor, processes: int, gradient: Tensor) -> Tensor:
-    """Multiply a gradient as `Piped` does, so that its mean is a sum; copy it to its place, and back."""
-    multiplied, view = gradient * processes, place.view_as(gradient)
-    view.copy_(multiplied)
-    observer().on_sent(place.device, "all_reduce", place.nbytes, processes)
-    return multiplied.copy_(view)

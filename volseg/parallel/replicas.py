@@ -83,13 +83,11 @@ class Replicas:
         everyone: dist.ProcessGroup | None = None,
     ) -> None:
         processes = 1 if group is None else dist.get_world_size(group)
-        if count < 1 or count % processes:
-            raise ParallelError(f"{count} replicas cannot be dealt evenly to {processes} processes; use a divisor")
         rounds = count // processes
-        if processes > 1 and rounds & (rounds - 1):
+        if count < 1 or count % processes or (processes > 1 and rounds & (rounds - 1)):
             raise ParallelError(
-                f"{count} replicas on {processes} processes make {rounds} rounds; sums keep their order if that "
-                "is a power of two, or on one process"
+                f"{count} replicas cannot be shared by {processes} processes, whose sums keep their order for a power "
+                "of two of replicas each; take one process for each replica, a half, a quarter ... or one in all"
             )
         rank = 0 if group is None else dist.get_rank(group)
         self.count, self.group, self.fixed_order = count, group, fixed_order

@@ -171,7 +171,7 @@ def test_a_failed_attempt_leaves_earlier_recordings_watched(made: SimpleNamespac
 def test_what_could_change_unnoticed_is_not_recorded(made: SimpleNamespace) -> None:
     made.net.drawing = np.random.default_rng(0)
     assert calls(made, 3) == ["ran"] * 3
-    assert "drawing could change unnoticed" in made.recorder.refused
+    assert "has drawing, which could change unnoticed" in made.recorder.refused
 
 
 def test_what_a_step_changes_itself_does_not_end_the_recording(made: SimpleNamespace) -> None:
@@ -216,7 +216,7 @@ def counted(made: SimpleNamespace) -> None:
 
 
 TRACES: dict[str, tuple[Callable[[SimpleNamespace], Any], str]] = {
-    "counter": (counted, "in Python, which a replay does not run"),
+    "counter": (counted, "in Python, which a replay does not repeat"),
     "attribute": (lambda made: setattr(made.net, "path", (4,)), "the step changes path"),
     "buffer": (lambda made: made.net.norm.running_mean.add_(1), "the step changes norm.running_mean on the CPU"),
     "optimizer": (

@@ -1,8 +1,8 @@
 """`verify` names what is wrong: fake strategies, each wrong in one way, and networks that cannot be compared."""
 
-import itertools
 import json
 import random
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -208,19 +208,15 @@ def test_what_is_wrong_in_the_second_step_is_right_in_the_first(verify_with):
     ("run", "verdict", "text"),
     [
         (None, "equal", "2 shards and one device are equal to round-off"),
-        (lambda fake, x: [][1], "different", "Failed, eval, recomputed: IndexError"),
-        (
-            refuses_recomputation,
-            "equal",
-            "Refused, train, recomputed: torch.frobnicate has no sharded form\nRefused, eval, recomputed: torch.frob",
-        ),
+        (lambda fake, x: [][1], "different", "eval, recomputed +failed: IndexError"),
+        (refuses_recomputation, "equal", "eval, recomputed +refused: torch.frobnicate has no sharded form\n"),
     ],
     ids=["right", "fails", "refuses"],
 )
 def test_a_refused_mode_is_named_and_an_untyped_error_is_a_difference(run, verdict, text, verify_with):
     report = verify_with(run)
     assert report.verdict == verdict
-    assert text in str(report)
+    assert re.search(text, str(report))
     assert verdict == "different" or set(report.errors.values()) == {0.0}
 
 
@@ -230,20 +226,16 @@ def test_a_network_that_is_refused_in_every_mode_raises():
         verify(net, SHAPE, CPU)
 
 
-def test_a_network_of_convolutions_is_equal_and_the_table_says_what_was_compared():
+def test_a_network_of_convolutions_is_equal_in_every_mode():
     net = nn.Sequential(conv(1, 3), nn.InstanceNorm3d(3, affine=True), nn.ReLU(), conv(3, 2))
     report = verify(net, SHAPE, CPU)
     assert report.ok, report
     text = str(report)
-    assert "2 shards and one device are equal to round-off on a volume of (2, 1, 8, 4, 4) (float64):" in text
-    header = next(line.split("  ") for line in text.splitlines() if line.startswith("mode "))
-    assert [cell.strip() for cell in header if cell] == [
-        *("mode", "outputs", "input gradients", "gradients", "parameters", "attributes", "inputs after")
-    ]
+    assert "2 shards and one device are equal to round-off on a volume of (2, 1, 8, 4, 4) (float64)." in text
     assert {mode.name for mode in report.modes} >= ALL
     assert report.devices == ("cpu", "cpu:1")  # real copies, though "cpu" was named twice
     if not torch.cuda.is_available():
-        assert "Not compared, train, recorded: needs a GPU" in text
+        assert re.search("train, recorded +not compared: needs a GPU", text)
 
 
 def test_a_pipeline_is_compared_by_micro_batches_and_recorded():
@@ -266,42 +258,15 @@ def test_a_pipeline_is_compared_by_micro_batches_and_recorded():
     assert "a batch of 1 makes one micro-batch of 1; give a larger first side" in str(report)
 
 
-def test_dropout_is_off_for_values_and_looked_at_apart():
+def test_dropout_is_off():
     net = nn.Sequential(conv(1, 3), nn.Dropout3d(0.5), nn.ReLU(), nn.Dropout(0.2), conv(3, 2))
     report = verify(net, SHAPE, CPU)
     assert report.ok, report
-    repeated = [mode.name for mode in report.modes if not mode.plain]
-    assert repeated == ["train, one seed twice", "train, another seed differs", "train, one seed, recomputed or not"]
-    assert "train: compared by value with dropout off" in report.notes
-
-
-def loses_dropout(fake: Right, x: Tensor) -> Tensor:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return fake.module(x)
-
-
-SEEDS = itertools.count()
-
-
-def draws_anew(fake: Right, x: Tensor) -> Tensor:
-    torch.manual_seed(next(SEEDS))
-    return fake.module(x)
-
-
-@pytest.mark.parametrize(
-    ("fake", "name"),
-    [(loses_dropout, "train, another seed differs"), (draws_anew, "train, one seed twice")],
-    ids=["loses", "draws anew"],
-)
-def test_random_numbers_that_do_not_follow_the_seed_are_found(fake, name, verify_with):
-    report = verify_with(fake, nn.Sequential(conv(1, 3), nn.Dropout(0.5), conv(3, 2)))
-    assert not report.ok
-    assert name in different(report)
+    assert "train: compared with dropout off" in report.notes
 
 
 DRAW = random.Random(0)
-OUTSIDE = "draws random numbers outside of Dropout modules"
+OUTSIDE = "differs between two seeds with dropout off: it draws random numbers outside of Dropout modules"
 
 
 @pytest.mark.parametrize(
@@ -309,14 +274,13 @@ OUTSIDE = "draws random numbers outside of Dropout modules"
     [
         (lambda net, x: net.a(x) + net.a(x).mean() * torch.rand(()).to(x), "not compared", OUTSIDE),
         (lambda net, x: net.a(F.dropout(x, 0.5, net.training)), "equal", OUTSIDE),
-        (lambda net, x: net.a(x) * DRAW.random(), "not compared", "not repeat itself: one seed gives two outputs"),
+        (lambda net, x: net.a(x) * DRAW.random(), "not compared", "or does not repeat itself"),
     ],
 )
-def test_what_draws_random_numbers_leaves_only_repetition_to_compare(function, evaluated, reason):
+def test_what_draws_random_numbers_is_not_compared(function, evaluated, reason):
     report = verify(Function(function, a=conv()), SHAPE, CPU)
     status = {mode.name: mode.status for mode in report.modes}
     assert (status["train"], status["eval"]) == ("not compared", evaluated)
-    assert status.get("train, one seed twice", "equal") == "equal"
     assert report.ok == (evaluated == "equal")
     assert ("NOT COMPARED" in str(report)) != report.ok
     assert reason in str(report)
@@ -357,11 +321,9 @@ def chaotic(net: Function, x: Tensor) -> Tensor:
     return y
 
 
-def test_round_off_that_the_plain_network_blows_up_counts_as_equal_and_is_told(verify_with):
+def test_round_off_that_the_plain_network_blows_up_counts_as_equal(verify_with):
     report = verify_with(lambda fake, x: fake.module(x * (1 + 2**-52)), Function(chaotic, a=conv()))
-    assert max(report.errors.values()) > report.tolerance
     assert report.ok, report
-    assert any("ill-conditioned at this size" in note for note in report.notes)
     assert not verify_with(lambda fake, x: fake.module(x * (1 + 1e-9)), Function(chaotic, a=conv())).ok
 
 

@@ -93,10 +93,11 @@ def _explain_idle(predicted: Mapping[int, float], stages: int, devices: int) -> 
     """Return why devices stay idle, if they do."""
     if stages == devices:
         return []
-    idle, most = f"{devices - stages} of {devices} devices idle", max(predicted)
-    if most == stages:
-        return [f"{idle}: only {stages} layers separate"]
-    return [f"{idle}: a batch should take {predicted[most]:.3f} ms on {most}, {predicted[stages]:.3f} ms on {stages}"]
+    most = max(predicted)
+    return [
+        f"{devices - stages} of {devices} devices idle: of at most {most} stages, {stages} are fastest "
+        f"({predicted[stages]:.3f} ms per batch, {predicted[most]:.3f} ms on {most})"
+    ]
 
 
 def _predict_copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> float:

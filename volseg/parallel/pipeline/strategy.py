@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from volseg.device.gpus import host_values, is_gpu
 from volseg.device.torch_internals import accept_gradients_of_other_streams, is_compiled, pytree
 from volseg.errors import ParallelError, PartitionError
-from volseg.parallel.devices import name_devices
+from volseg.parallel.devices import Devices, name_devices
 from volseg.parallel.pipeline.balance import choose_quickest, compute_held_bytes, list_held
 from volseg.parallel.pipeline.batch import lend_untraced, run_batch
 from volseg.parallel.pipeline.batching import Batching
@@ -33,7 +33,6 @@ from volseg.parallel.pipeline.recorder import BatchRecorder
 from volseg.parallel.pipeline.stages import plan_stages, read_memory_limits
 from volseg.parallel.pipeline.trace import Trace, list_segments
 from volseg.parallel.state.random import own_random_numbers
-from volseg.parallel.strategy import Devices
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ class Pipeline:
         *,
         replicated: bool = True,  # noqa: ARG002 (one process has one copy)
     ) -> "PipelineStrategy":
-        """Return the strategy for a network on devices of this process; see ``Options``.
+        """Return the strategy for a network on devices of this process; see ``ModelParallel``.
 
         Raises
         ------
@@ -347,17 +346,12 @@ def refuse_hidden(net: nn.Module) -> None:
         If there is such a module.
     """
     for path, module in net.named_modules():
-        where = repr(path) if path else "the network itself"
-        if isinstance(module, torch.jit.ScriptModule):
-            kind, remedy = "scripted", "pass the module that torch.jit.script was given"
-        elif is_compiled(module):
-            kind, remedy = "compiled", "pass the module that torch.compile was given (its ._orig_mod)"
-        else:
-            continue
-        raise PartitionError(
-            f"the pipeline intercepts the functions of a network, and {where} ({type(module).__name__}) is "
-            f"{kind}: {remedy}"
-        )
+        if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
+            where = repr(path) if path else "the network itself"
+            raise PartitionError(
+                f"the pipeline intercepts the functions of a network, and {where} ({type(module).__name__}) is "
+                "scripted or compiled: pass the module that it was made of"
+            )
 
 
 def find_start(cut: str, starts: Sequence[str]) -> int:

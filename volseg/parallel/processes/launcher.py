@@ -49,15 +49,13 @@ def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> 
     ParallelError
         If a process fails: with the cause and the process; or if this process was itself launched.
     """
-    if processes < 1:
-        raise ParallelError(f"processes must be at least 1, got {processes}")
+    if processes < 1 or max_restarts < 0:
+        raise ParallelError(f"processes is 1 or more and max_restarts 0 or more, got {processes} and {max_restarts}")
     if is_worker():
         raise ParallelError(
             f"this process is rank {os.environ.get('RANK')} of a launched group already and would start {processes} "
             "more; under torchrun leave out the number of GPUs"
         )
-    if max_restarts < 0:
-        raise ParallelError(f"max_restarts must be at least 0, got {max_restarts}")
     variables = {OWN_LAUNCHER: str(os.getpid())}
     if "OMP_NUM_THREADS" not in os.environ and processes > 1:
         # One arithmetic thread per process unless the user chose: torchrun's rule, which spares shared cores.

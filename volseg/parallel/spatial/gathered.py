@@ -44,7 +44,9 @@ def unsupported(func: Callable, args: tuple, kwargs: dict[str, Any], reason: str
     where = context.module_path()
     if context.on_unsupported != "gather" or func in OF_HISTORY:
         shapes = ", ".join(str(tuple(volume.shape)) for volume in given)
-        remedy = "or pass on_unsupported='gather' to ModelParallel to run it on the whole volume"
+        remedy = (
+            "or pass on_unsupported='gather' to ModelParallel to run it on the whole volume, or strategy='pipeline'"
+        )
         if func in OF_HISTORY:
             remedy = "or use retain_grad() and backward(): a gathered copy is no part of the history that is asked for"
         raise UnsupportedOperatorError(

@@ -92,7 +92,7 @@ class Spatial:
     def build(
         self, net: nn.Module, devices: Devices = None, mesh: Any = None, *, replicated: bool = True
     ) -> "SpatialStrategy":
-        """Return the strategy for a network on devices or processes; see ``Options``."""
+        """Return the strategy for a network on devices or processes; see ``ModelParallel``."""
         return SpatialStrategy(net, self, devices, mesh, replicated=replicated)
 
 

@@ -35,13 +35,13 @@ from volseg.errors import ParallelError
 from volseg.parallel.state.description import Weak, find_tensor, is_opaque
 from volseg.parallel.state.module import remember
 from volseg.parallel.state.random import RandomState
-from volseg.parallel.state.watch import Watch, name_tensors
+from volseg.parallel.state.watch import Change, Watch, name_tensors
 
 
 class Attempt:
     """State before an attempt; ``put_back`` undoes the attempt, as does the end of a ``with`` block.
 
-    An attempt (to run spatially, to record, to probe) runs ``forward`` once more than the user asked for, or stops in
+    An attempt (to record, to probe) runs ``forward`` once more than the user asked for, or stops in
     the middle of it. It must leave no side effects.
 
     Parameters
@@ -54,8 +54,6 @@ class Attempt:
         Parameters whose values are restored too, because ``forward`` is known to change them.
     optimizer
         Optimizer whose settings and state are restored: the values on the host, and the set of tensors in its state.
-    inputs
-        Arguments of the call, nested in any way, which ``forward`` may have changed in place.
 
     Attributes
     ----------
@@ -72,14 +70,11 @@ class Attempt:
         *,
         written: Iterable[Tensor] = (),
         optimizer: Optimizer | None = None,
-        inputs: Any = (),
     ) -> None:
         self.network = remember(net, written)
         self.random = RandomState(devices)
         self._gradients = [(parameter, parameter.grad) for parameter in net.parameters()]
         self._put_optimizer_back = _remember_optimizer(optimizer)
-        given = [leaf for leaf in tree_leaves(inputs) if type(leaf) is Tensor and not leaf.is_inference()]
-        self._inputs = [(leaf, get_version(leaf), leaf.detach().clone()) for leaf in given]
 
     def __enter__(self) -> "Attempt":
         return self
@@ -98,7 +93,7 @@ class Attempt:
         Raises
         ------
         ParallelError
-            If a change in place cannot be undone: of a parameter, or of an input that needs a gradient.
+            If a parameter was changed in place.
         """
         self.random.put_back()  # first, since the following code may refuse
         for parameter, gradient in self._gradients:
@@ -106,17 +101,6 @@ class Attempt:
                 parameter.grad = gradient
         self._put_optimizer_back()
         self.network.put_back(in_place)
-        for tensor, version, value in self._inputs:
-            if get_version(tensor) == version:
-                continue
-            if tensor.requires_grad:
-                raise ParallelError(
-                    f"the network changes its input of shape {tuple(tensor.shape)} in place, which needs a gradient, "
-                    "and has operators without a sharded form, before which the change cannot be undone; choose "
-                    "strategy='pipeline', or pass input.clone()"
-                )
-            with torch.no_grad():
-                tensor.copy_(value)
 
 
 def _remember_optimizer(optimizer: Optimizer | None) -> Callable[[], None]:
@@ -209,38 +193,29 @@ class RecordedState:
         ParallelError
             If the step did work in Python, or on the CPU, that a replay would not repeat.
         """
-        read = self._look(None)
-        assert self._attempt is not None
-        if self._attempt.random.torch_moved() or self._attempt.random.foreign_moved():
+        read, changes = self._look(None), self._watch_of_attempt.changes()
+        if effect := next(self._list_effects(read, changes), None):
             raise ParallelError(
-                "the step draws random numbers on the CPU (torch's, Python's or NumPy's generator), and every replay "
-                "would use the same ones; draw them on the device"
-            )
-        for name, tensor, version in self._on_cpu:
-            if get_version(tensor) != version:
-                raise ParallelError(
-                    f"the step changes {name} on the CPU, which a replay does not; keep it on the device"
-                )
-        changes = self._watch_of_attempt.changes()
-        for change in changes:
-            if not change.is_of_tensors:
-                old, new = change.pairs[0] if change.pairs else ("one", "another")
-                raise ParallelError(
-                    f"the step changes {change.name} from {_shorten(old)} to {_shorten(new)} in Python, which a replay "
-                    "does not run; keep what forward() counts in a buffer on the device"
-                )
-            if any(find_tensor(old) in read for old, _ in change.pairs):
-                raise ParallelError(
-                    f"the step reads {change.name} and puts another tensor in its place, and a replay would read the "
-                    "first one each time; change it in place"
-                )
-        if unknown := self._watch_of_attempt.unknown:
-            raise ParallelError(
-                f"{unknown[0]} could change unnoticed (it draws random numbers, is an iterator, or holds very much), "
-                "and a replay does not look at it; keep it out of the network"
+                f"the step {effect}, which a replay does not repeat; keep state in buffers on the device"
             )
         self._written.update(change.name for change in changes)
         self._watch = self._watch_of_attempt
+
+    def _list_effects(self, read: set[Weak], changes: Iterable[Change]) -> Iterator[str]:
+        """Yield what the step did besides kernels, as a phrase."""
+        assert self._attempt is not None
+        if self._attempt.random.torch_moved() or self._attempt.random.foreign_moved():
+            yield "draws random numbers on the CPU"
+        for name, tensor, version in self._on_cpu:
+            if get_version(tensor) != version:
+                yield f"changes {name} on the CPU"
+        for change in changes:
+            if not change.is_of_tensors:
+                yield f"changes {change.name} in Python"
+            if any(find_tensor(old) in read for old, _ in change.pairs):
+                yield f"reads {change.name} and puts another tensor in its place"
+        for name in self._watch_of_attempt.unknown:
+            yield f"has {name}, which could change unnoticed"
 
     def put_back(self) -> None:
         """Undo the attempt."""
@@ -284,11 +259,3 @@ class RecordedState:
                 for name, value in state.items():
                     if isinstance(value, Tensor) and not on_gpu(value):
                         yield f"the optimizer's {name}", value
-
-
-def _shorten(token: Any) -> str:
-    if find_tensor(token) is not None:
-        return "one tensor"
-    value = token[1] if isinstance(token, tuple) and len(token) == 2 and type(token[1]) is token[0] else token
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -30,23 +30,12 @@ counted twice is above 1e-4."""
 RATE = 0.05
 """Learning rate of the gradient descent."""
 
-KINDS = {
-    "output": "outputs",
-    "input": "input gradients",
-    "gradient": "gradients",
-    "step": "parameters",
-    "buffer": "buffers",
-    "attribute": "attributes",
-    "after": "inputs after",
-}
-"""First word of a value's name (``after`` stands for ``input 0 after the call``) to its kind."""
-
 SCALES = {"input": "gradient"}
 """Kinds measured on one scale: the gradient of an input in front of a norm is pure round-off."""
 
 
 def find_kind(name: str) -> str:
-    """Return the key of ``KINDS`` for a value's name."""
+    """Return the first word of a value's name; ``after`` for ``input 0 after the call``."""
     return "after" if " after the call" in name else name.partition(" ")[0]
 
 

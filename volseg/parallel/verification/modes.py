@@ -1,10 +1,8 @@
 """Run a network in each mode of ``verify``, and compare each mode with the plain network."""
 
 import copy
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -20,17 +18,9 @@ from volseg.parallel.pipeline.trace import list_segments
 from volseg.parallel.recorded_step import RecordedStep
 from volseg.parallel.spatial import SpatialStrategy
 from volseg.parallel.state.random import seeded
-from volseg.parallel.verification.comparison import (
-    Difference,
-    Values,
-    compare_values,
-    eager_step,
-    find_kind,
-    observe,
-    whole,
-)
+from volseg.parallel.verification.comparison import Values, compare_values, eager_step, find_kind, observe, whole
 from volseg.parallel.verification.report import ModeResult, Report
-from volseg.parallel.verification.subject import MOST, Subject, cut_pieces, name_few
+from volseg.parallel.verification.subject import Subject, cut_pieces, name_few
 
 STEPS = 2
 """Number of steps: the second one uses parameters, buffers and caches that the first one has changed."""
@@ -146,7 +136,6 @@ class Comparison:
         if tried and all(result.outcome == "refused" for result in tried):
             raise self.faults[0]
         for subject in self.subjects.values():
-            results += self._repeat(subject)
             self.notes += subject.notes
         return Report(
             shape=self.shape,
@@ -198,28 +187,13 @@ class Comparison:
         key = STEPS + first, mode.gradients, mode.split_size
         theirs = subject.reference(*key)[first:]
         ignored = self._find_ignored(mode, theirs[0])
-
-        def compare() -> ModeResult:
+        try:
             ours, remark = self._run(mode, subject.net, STEPS + first)
-
-            def compare_steps(tolerances: Sequence[float]) -> list[Difference]:
-                steps = zip(theirs, ours[first:], tolerances, strict=True)
-                return [compare_values(one, other, ignored, most) for one, other, most in steps]
-
-            found = compare_steps([self.tolerance] * STEPS)
-            wrong = [error for difference in found for error in difference.wrong.values()]
-            if wrong and all(error <= MOST for error in wrong):
-                found = compare_steps([max(self.tolerance, most) for most in subject.round_off(*key)[first:]])
+            pairs = zip(theirs, ours[first:], strict=True)
+            found = [compare_values(*pair, ignored, self.tolerance) for pair in pairs]
             if found[0].both_nan:
                 self.notes.append(f"{mode.name}: NaN in the same places on both sides: {name_few(found[0].both_nan)}")
             return ModeResult.from_steps(mode.name, found, first + 1, message=remark)
-
-        return self._catch(mode.name, compare)
-
-    def _catch(self, name: str, compare: Callable[[], ModeResult]) -> ModeResult:
-        """Return the result of a comparison, or a description of its failure."""
-        try:
-            return compare()
         except _NothingToCompareError as reason:
             outcome, message = "not compared", str(reason)
         except VolsegError as fault:
@@ -227,7 +201,7 @@ class Comparison:
             outcome, message = "refused", str(fault)
         except Exception as fault:  # counts as a difference: unsupported networks must raise a typed error
             outcome, message = "failed", f"{type(fault).__name__}: {fault}"
-        return ModeResult(name=name, outcome=outcome, message=message)
+        return ModeResult(name=mode.name, outcome=outcome, message=message)
 
     def _impossible(self, mode: Mode) -> str:
         """Return why a mode cannot be run here; empty if it can."""
@@ -238,14 +212,14 @@ class Comparison:
             return f"a batch of {self.shape[0]} makes one micro-batch of {mode.split_size}; give a larger first side"
         return ""
 
-    def _run(self, mode: Mode, net: nn.Module, steps: int, seed: int = 0) -> tuple[list[Values], str]:
+    def _run(self, mode: Mode, net: nn.Module, steps: int) -> tuple[list[Values], str]:
         """Train a fresh copy on the devices; return the values after each step, and a remark."""
         devices: Sequence[torch.device] | None = self.devices if mode.devices is None else mode.devices
         subject = self.subjects[mode.training]
         if mode.recorded and self.strategy == "spatial" and devices is not None:
             devices = devices[:1]  # a step is recorded on one GPU of each process
         options = {**self.options, **dict(mode.options)}
-        with seeded(seed, list_gpus()):
+        with seeded(0, list_gpus()):
             model = ModelParallel(copy.deepcopy(net), strategy=self.strategy, devices=devices, **options)
             recomputes = self.strategy == "spatial" and "checkpoint" in options
             if recomputes and not model.strategy.volumes.recomputation.blocks:
@@ -287,35 +261,6 @@ class Comparison:
                 )
             return found
         return frozenset()
-
-    def _repeat(self, subject: Subject) -> list[ModeResult]:
-        """Compare runs of the same model with each other, if the network draws random numbers."""
-        if not subject.is_random or not subject.repeats:
-            return []
-        options: tuple[tuple[str, Any], ...] = ()
-        if self.strategy == "pipeline":
-            options = (("split_size", self.split_size), ("record", False))
-        plain = Mode(subject.training, options=options)
-        ways = [("one seed twice", plain, 1), ("another seed differs", plain, 2)]
-        if self.strategy == "spatial":
-            again = replace(plain, options=(("checkpoint", self.levels),))
-            ways.append(("one seed, recomputed or not", again, 1))
-
-        def compare(name: str, mode: Mode, seed: int) -> ModeResult:
-            (one,), _ = self._run(plain, subject.original, 1, 1)
-            (other,), _ = self._run(mode, subject.original, 1, seed)
-            found = compare_values(one, other, tolerance=self.tolerance)
-            return ModeResult.from_steps(name, [found if seed == 1 else _must_differ(found)])
-
-        named = [(f"{plain.name}, {name}", mode, seed) for name, mode, seed in ways]
-        return [replace(self._catch(way[0], partial(compare, *way)), plain=False) for way in named]
-
-
-def _must_differ(found: Difference) -> Difference:
-    """Return no error if two seeds gave different outputs, as for the plain network; otherwise return an error."""
-    if any(error for name, error in found.errors.items() if find_kind(name) in ("output", "buffer")):
-        return Difference({"output": 0.0})
-    return Difference({"output": math.nan}, {"output": "two seeds give the same, and differ on the plain network"})
 
 
 def _choose_even_cuts(subject: Subject, split_size: int, stages: int) -> list[str]:
