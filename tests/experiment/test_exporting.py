@@ -35,7 +35,7 @@ def test_equal_runs_give_equal_bytes_and_tell_nothing_of_people(run, archive, ta
     manifest, members = read_archive(archive)
     assert manifest["licence"] == "CC-BY-4.0"
     assert manifest["scores"][0]["cases"] == 2
-    assert 0 <= manifest["scores"][0]["foreground_mean"]["Dice"] <= 1
+    assert 0 <= manifest["scores"][0]["mean"]["1"]["Dice"] <= 1
     [split] = json.loads((run / "split.json").read_text(encoding="utf-8"))
     named = [str(task), str(run), *split["train"], *split["val"]]
     texts = [json.dumps(manifest), *(content.decode() for name, content in members.items() if "weights" not in name)]

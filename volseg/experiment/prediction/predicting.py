@@ -142,7 +142,6 @@ def predict(
     if strict:
         queue.require_sound()
     record.begin()
-    queue.leave_out_unusable()
     results = {name: CaseResult(case=name, state="there before", file=path) for name, path in done.items()}
     for_worker = {**order, "source": [str(path_of(one)) for one in order["source"]], "output": str(files.folder)}
     for_worker["made_by"] = record.digest
