@@ -104,7 +104,7 @@ def test_what_was_changed_is_refused(archive, tmp_path, change, message):
 def test_a_cut_file_is_refused(archive, tmp_path):
     cut = tmp_path / "cut.zip"
     cut.write_bytes(archive.read_bytes()[:-2000])
-    with pytest.raises(ConfigError, match="is a file; name a run folder of volseg train"):
+    with pytest.raises(ConfigError, match="is no model; name a run folder of volseg train"):
         load_trained(cut)
     with pytest.raises(CheckpointError, match="is damaged, or no file of volseg export"):
         read_archive(cut)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from volseg.checkpointing.components import require_components
 from volseg.checkpointing.file import CHECKPOINTS, load_checkpoint
 from volseg.checkpointing.folder import RunFolder
-from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
 from volseg.data.case_store.preprocessed import Preprocessing
 from volseg.data.cases import Task
@@ -277,13 +276,8 @@ def require_keys(overrides: Sequence[str], allowed: Sequence[str] = PREDICTION_K
     """
     for assignment in overrides:
         key = str(assignment).partition("=")[0].strip()
-        if any(key == name or key.startswith(f"{name}.") for name in allowed):
-            continue
-        known = [f"{name}.KEY" if name in ("inference", "parallel") else name for name in allowed]
-        section = key.partition(".")[0]
-        why = (
-            f"{section} is as it was trained with"
-            if section in ExperimentConfig.model_fields
-            else f"unknown key; {did_you_mean(section, allowed)}"
-        )
-        raise ConfigError(f"--set {assignment}: {why}. What may be set once a network is trained: {', '.join(known)}")
+        if not any(key == name or key.startswith(f"{name}.") for name in allowed):
+            raise ConfigError(
+                f"--set {assignment} cannot be set once a network is trained; keys that can, or sections of them: "
+                f"{', '.join(allowed)}"
+            )
