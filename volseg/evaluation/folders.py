@@ -108,14 +108,15 @@ def pair_files(predictions: str | Path, labels: str | Path) -> Pairs:
 def _pair_names(predicted: Mapping[str, Path], true: Mapping[str, Path], predictions: Path, labels: Path) -> Pairs:
     strip = partial(strip_id, channels=_read_channels(predictions, labels))
     matched = {case: (predicted[case], path) for case, path in true.items() if case in predicted}
-    spare, alone = defaultdict(list), defaultdict(list)
+    spare: dict[str, list[str]] = defaultdict(list)
+    alone: dict[str, list[str]] = defaultdict(list)
     for files, groups in ((predicted, spare), (true, alone)):
         for case in files:
             if case not in matched:
                 groups[strip(case)].append(case)
     for key in spare.keys() & alone.keys():
         if len(spare[key]) + len(alone[key]) > 2:
-            same = [file.name for file in (*map(predicted.get, spare[key]), *map(true.get, alone[key])) if file]
+            same = [predicted[name].name for name in spare[key]] + [true[case].name for case in alone[key]]
             raise DataError(f"{list_some(same)} of {predictions} and {labels} may all be case {key}; keep one of each")
         [name], [case] = spare.pop(key), alone[key]
         matched[case] = (predicted[name], true[case])
