@@ -2,9 +2,13 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
+import nibabel as nib
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +16,7 @@ from volseg.config.loading import dump_config
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import read_archive
 from volseg.exchange.tensors import pack_tensors, unpack_tensors
-from volseg.experiment import RunFolder, export, predict
+from volseg.experiment import RunFolder, export, predict, train
 from volseg.experiment.prediction.sources import load_trained
 from volseg.files import digest_file
 from volseg.inference.postprocessing import Postprocessing, Step
@@ -143,7 +147,7 @@ def test_what_cannot_be_exported_is_told(run, tmp_path):
         export(run, tmp_path)
     with pytest.raises(ConfigError, match="is no run folder and no cross-validation"):
         export(tmp_path, tmp_path / "model.zip")
-    with pytest.raises(ConfigError, match="takes archive, torchscript, onnx, got 'onxx'; did"):
+    with pytest.raises(ConfigError, match="takes archive, torchscript, onnx, monai-bundle, got 'onxx'; did"):
         export(run, tmp_path / "model.onnx", to="onxx")
     for format_, name in (("archive", "model.zip"), ("torchscript", "model.pt")):
         (tmp_path / name).write_text("somebody's", encoding="utf-8")
@@ -180,6 +184,27 @@ def test_onnx_gives_the_networks_logits_or_says_what_is_missing(run, tmp_path):
         torch.testing.assert_close(found, network(image), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("network", ["MONAI's", "ours"])
+def test_monai_runs_the_bundle_by_itself(network, run, configured, task, tmp_path):
+    if network == "ours":  # which goes in as TorchScript
+        spec = "network={name: ResEncUNet, strides: [1, 2], kernel_size: [3, 3], filters: [4, 8], blocks: [1, 1]}"
+        windows = "inference.window=[16,16,16]"
+        run = train(configured(spec, windows, "training.epochs=1", "training.iterations=2")).folder.path
+    bundle = export(run, tmp_path / "bundle", to="monai-bundle")
+    command = (
+        "import sys; sys.modules['volseg'] = None; from monai.bundle import run; "
+        "run(config_file='configs/inference.json', meta_file='configs/metadata.json', dataset_dir=sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", command, str(task / "imagesTs")], cwd=bundle, check=True, timeout=300)
+    for case, path in predict(run, [task / "imagesTs"], tmp_path / "ours").require_all().items():
+        ours = np.asarray(nib.load(path).dataobj)
+        theirs = np.asarray(nib.load(bundle / "eval" / f"{case}_seg.nii.gz").dataobj)
+        # Both interpolate probabilities, MONAI by way of its own inverses
+        assert (ours == theirs).mean() >= 0.999
+    with pytest.raises(ConfigError, match="exists; a MONAI bundle is written to a new folder"):
+        export(run, bundle, to="monai-bundle")
+
+
 def test_a_run_on_several_devices_is_exported_from_one(run, tmp_path):
     own = shutil.copytree(run, tmp_path / "run")
     config = RunFolder(own).config(["parallel={spatial: 2}"])
@@ -188,7 +213,8 @@ def test_a_run_on_several_devices_is_exported_from_one(run, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_the_network_of_any_source_is_exported_and_several_are_refused(cross_validated, tmp_path):
+def test_the_network_of_any_source_is_exported_and_a_bundle_of_nnunets_is_refused(cross_validated, tmp_path):
+    """A bundle would have prepared images otherwise than nnU-Net does, which its config does not say."""
     stored = Path(__file__).parents[1] / "exchange" / "nnunet" / "model"
     fold = shutil.copytree(stored, tmp_path / "nnunet") / "fold_0"
     declared = json.loads((fold.parent / "dataset.json").read_text(encoding="utf-8"))
@@ -201,5 +227,7 @@ def test_the_network_of_any_source_is_exported_and_several_are_refused(cross_val
         script, network = torch.jit.load(file), load_trained(source, overrides=["device=cpu"]).models[0]
         image = torch.rand(1, load_trained(source).task.num_channels, 16, 32, 32)
         torch.testing.assert_close(script(image), network(image), rtol=1e-4, atol=1e-4)  # as export compares
+    with pytest.raises(ConfigError, match="predicts as nnU-Net does, which MONAI has no counterpart for"):
+        export(fold, tmp_path / "bundle", to="monai-bundle")
     with pytest.raises(ConfigError, match=r"holds 3 networks, and onnx takes one: name one fold, .*fold_0"):
         export(archive, tmp_path / "model.onnx", to="onnx")

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from monai.networks.nets import DynUNet
 from tiny_trainings import DYNUNET, FirstWeights, clone, config_factory, make_training
 from torch import nn
 
@@ -175,6 +176,10 @@ def test_every_format_gives_the_bits_of_monais_dynunet(config_of, tmp_path):
     run, expected = run_of(config_of, tmp_path, *network)
     assert len(expected) > 1.5 * len([*load_trained(run).models[0].parameters()])
     require_every_format(run, expected, network, config_of, tmp_path, every_source=True)
+    bundle = export(run, tmp_path / "bundle", to="monai-bundle")
+    plain = DynUNet(3, 1, 3, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8])
+    plain.load_state_dict(torch.load(bundle / "models" / "model.pt", weights_only=True))
+    require_bits(plain.state_dict(), expected)
 
 
 def shares_within_a_module(network):

@@ -299,16 +299,16 @@ def status(
 @verb(prediction_app, "Use", "volseg export runs/task04_unet -o model.zip --licence CC-BY-4.0")
 def export(
     source: Source,
-    output: Annotated[Path, Output(metavar="FILE", help="File, such as model.zip.")],
+    output: Annotated[Path, Output(metavar="FILE", help="File, such as model.zip; for a bundle a new folder.")],
     to: Annotated[
-        str, Option("--to", metavar="FORMAT", help="archive (for volseg predict), torchscript or onnx.")
+        str, Option("--to", metavar="FORMAT", help="archive (for volseg predict), torchscript, onnx or monai-bundle.")
     ] = "archive",
     checkpoint: Checkpoint = "latest",
     licence: Annotated[str, Option(help="Licence of the weights, such as CC-BY-4.0.")] = "not stated",
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing file.")] = False,
     components: Components = None,
 ) -> None:
-    """Write a trained network as one file: a volseg archive, TorchScript or ONNX.
+    """Write a trained network as one file: a volseg archive, TorchScript, ONNX or a MONAI bundle.
 
     An archive needs the folder of a training or a cross-validation. The other formats are run and compared with the
     network before they are kept.

@@ -1,9 +1,15 @@
-"""Export a run or a cross-validation as one file that predicts, or one network as TorchScript or ONNX."""
+"""Export a run or a cross-validation as one file that predicts, or one network as TorchScript, ONNX or MONAI bundle."""
 
 import logging
+import os
+import shutil
+import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from monai.bundle import ConfigParser
+from torch import nn
 
 from volseg.checkpointing.folder import RunFolder
 from volseg.config.loading import dump_config
@@ -12,13 +18,23 @@ from volseg.config.schema import ExperimentConfig
 from volseg.errors import ConfigError
 from volseg.evaluation.summary import read_summary
 from volseg.exchange.archive import write_archive
-from volseg.exchange.formats import write_onnx, write_torchscript
+from volseg.exchange.formats import (
+    BundleSource,
+    is_monais,
+    require_same_logits,
+    trace,
+    write_bundle,
+    write_onnx,
+    write_torchscript,
+)
 from volseg.exchange.tensors import pack_tensors
 from volseg.experiment.prediction.imported import MEMBERS, POSTPROCESSING, WEIGHTS
 from volseg.experiment.prediction.sources import load_trained, require_runs
-from volseg.experiment.prediction.trained import open_run
+from volseg.experiment.prediction.trained import Trained, open_run
 from volseg.experiment.rehearsing import OneOutput
-from volseg.files import replace_nan, require_new
+from volseg.files import digest_file, name_partial, replace_nan, require_new
+from volseg.inference.predictor import Predictor
+from volseg.inference.window_step import full_logits
 from volseg.models.fit_grid import FitGrid
 from volseg.models.grids import GridRule
 
@@ -46,7 +62,65 @@ def _list_shapes(rule: GridRule, channels: int, sides: tuple[int, ...]) -> list[
     return shapes if rule.fixed or not rule.takes(larger) else [*shapes, (1, channels, *larger)]
 
 
-FORMATS = ("archive", *SUFFIXES)
+def _export_bundle(
+    trained: Trained, network: OneOutput, shapes: list[tuple[int, ...]], output: Path, licence: str
+) -> Path:
+    config, task = trained.config, trained.task
+    if output.exists():
+        raise ConfigError(f"{output} exists; a MONAI bundle is written to a new folder")
+    if task.regions:
+        raise ConfigError(
+            f"the task {task.name} has regions, which a MONAI bundle would write as channels and not paint into a "
+            "label map; export an archive instead"
+        )
+    if trained.kind is not Predictor:
+        raise ConfigError(f"{trained.source} predicts as nnU-Net does, which MONAI has no counterpart for")
+    rule, window = trained.models[0].rule, config.inference.window
+    assert isinstance(rule, GridRule)
+    if window is not None and not rule.takes(window):
+        raise ConfigError(
+            f"inference.window {list(window)} is padded to {list(rule.sides(window))} for the network, which MONAI's "
+            "sliding window does not do; export an archive instead"
+        )
+    is_own = network.index is None and is_monais(trained.spec, network.model)
+    bundle = BundleSource(
+        name=task.name,
+        network=network.model,
+        spec=trained.spec,
+        script=None if is_own else trace(network, shapes),
+        channels=task.modalities,
+        labels=dict(sorted(task.labels.items())),
+        preprocessing=[component.spec() for component in config.preprocessing],
+        window=window,
+        overlap=config.inference.overlap,
+        multiple=rule.divisors,
+        minimum=rule.sides((1, 1, 1)),
+        licence=licence,
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = name_partial(output)
+    partial.mkdir()
+    try:
+        write_bundle(bundle, partial)
+        _require_same(partial, network, shapes)
+        os.rename(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return output
+
+
+def _require_same(folder: Path, network: nn.Module, shapes: list[tuple[int, ...]]) -> None:
+    """Raise unless the network that MONAI builds from the bundle gives the same logits."""
+    parser = ConfigParser()
+    parser.read_config(str(folder / "configs" / "inference.json"))
+    parser["bundle_root"], parser["device"] = str(folder), "$torch.device('cpu')"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch warns of TorchScript, which bundles use
+        built: Any = parser.get_parsed_content("network")
+    require_same_logits(network, lambda image: full_logits(built(image)), shapes, "MONAI bundle")
+
+
+FORMATS = ("archive", "torchscript", "onnx", "monai-bundle")
 
 
 def export(
@@ -65,7 +139,7 @@ def export(
     source : path
         A run folder, or the folder of a cross-validation, whose finished folds become an ensemble.
     output : path
-        Path of the file, replaced only as a whole.
+        Path of the file, replaced only as a whole; for ``monai-bundle`` a new folder.
     to : str
         One of `FORMATS`. All but ``archive`` take one network, which is compared with the file before the file is kept.
     checkpoint : str
@@ -86,11 +160,11 @@ def export(
     if to not in FORMATS:
         raise ConfigError(f"--to takes {', '.join(FORMATS)}, got {to!r}; {did_you_mean(to, FORMATS)}")
     source, output = Path(source), Path(output)
-    if not output.is_dir():  # a folder is refused with a reason of its own
+    if to != "monai-bundle" and not output.is_dir():  # a folder is refused with a reason of its own
         require_new(output, overwrite=overwrite)
     if to == "archive":
         return _export_archive(source, output, checkpoint, licence)
-    if output.suffix not in SUFFIXES[to] or output.is_dir():
+    if to in SUFFIXES and (output.suffix not in SUFFIXES[to] or output.is_dir()):
         raise ConfigError(f"--to {to} writes a file that ends in {' or '.join(SUFFIXES[to])}, got {output}")
     trained = load_trained(source, checkpoint, PLAIN)
     _refuse_cascade(trained.config, source)
@@ -109,8 +183,11 @@ def export(
         logger.warning("the run predicts by the mean of mirrored volumes; %s holds only the network", output)
     if names := trained.config.inference.keep_largest:
         logger.warning("the run keeps only the largest component of %s; %s does not", ", ".join(names), output)
-    write = write_torchscript if to == "torchscript" else write_onnx
-    return write(network, shapes, output)
+    if to == "torchscript":
+        return write_torchscript(network, shapes, output)
+    if to == "onnx":
+        return write_onnx(network, shapes, output)
+    return _export_bundle(trained, network, shapes, output, licence)
 
 
 def _export_archive(source: Path, output: Path, checkpoint: str, licence: str) -> Path:
