@@ -20,7 +20,7 @@ from volseg.cli import app
 from volseg.data import load_task
 from volseg.data.cases import Task
 from volseg.data.checks.task import check_task
-from volseg.data.dicom.labels import fill_contours
+from volseg.data.dicom.labels import fill_contours, trace_contours
 from volseg.data.dicom.series import search_series
 from volseg.data.readers import read_label, read_volume
 from volseg.errors import DataError, ReaderError
@@ -70,62 +70,32 @@ def draw_labels(image, seed=0, values=(0, 0, 3, 40)):
 
 
 def write_label(kind, path, folder, seed=0, task=None, values=(0, 0, 3, 40)):
-    """Write the random label map of a series; in a structure set, each plane is one contour."""
-    image, path, task = read_volume(folder), Path(path), task or task_of()
+    """Write the random label map of a series."""
+    image, path = read_volume(folder), Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = draw_labels(image, seed, values)
-    if kind == "SEG":
-        write_dicom_segmentation(drawn, image, path, task=task, series=folder, weights="5f" * 16)
-        return drawn
-    to_mm = image.affine.numpy() * [[-1], [-1], [1], [1]]
-    regions = {
-        name: [
-            np.pad(outline(mask), ((0, 0), (0, 2)), constant_values=1) * (1, 1, place, 1) @ to_mm.T[:, :3]
-            for place, mask in enumerate(np.isin(drawn.numpy()[0], structure).transpose(2, 1, 0))
-            if mask.any()
-        ]
-        for structure, name in task.structures.items()
-    }
-    uid = pydicom.dcmread(next(folder.glob("s*.dcm"))).SeriesInstanceUID
-    write_contours(path, regions, uid)
+    write_dicom_segmentation(drawn, image, path, task=task or task_of(), series=folder, weights="5f" * 16, kind=kind)
     return drawn
 
 
-def outline(mask):
-    """Return a contour (x, y) around the voxels of a plane, row by row and back along the left border."""
-    points = []
-    for row, line in enumerate(mask):
-        points += [(0, row)]
-        for first, stop in np.flatnonzero(np.diff(np.pad(line, 1))).reshape(-1, 2):
-            points += [(first, row), (first, row + 1), (stop, row + 1), (stop, row)]
-        points += [(0, row)]
-    return np.array(points) - 0.5
-
-
-def write_contours(path, regions, uid=f"{SERIES}.71"):
-    """Write a structure set by its published layout: the contours (LPS mm) of each region of interest."""
+def write_contours(path, contours, uid=f"{SERIES}.71", names=("LIVER", "body")):
+    """Write a structure set by its published layout: contours (LPS mm) of the first region of interest."""
     made = Dataset()
-    made.SpecificCharacterSet = "ISO_IR 192"
     made.Modality, made.SeriesInstanceUID, made.SOPInstanceUID = "RTSTRUCT", "1.2.9", "1.2.9.1"
     made.SOPClassUID = "1.2.840.10008.5.1.4.1.1.481.3"
     series = group(RTReferencedStudySequence=group(RTReferencedSeriesSequence=group(SeriesInstanceUID=uid)))
     made.ReferencedFrameOfReferenceSequence = series
     made.StructureSetROISequence = [
-        item for number, name in enumerate(regions, 4) for item in group(ROINumber=number, ROIName=name)
+        item for number, name in enumerate(names, 4) for item in group(ROINumber=number, ROIName=name)
     ]
-    made.ROIContourSequence = [
-        group(
-            ReferencedROINumber=number,
-            ContourSequence=[
-                group(ContourGeometricType="CLOSED_PLANAR", ContourData=[f"{value:.4f}" for value in np.ravel(points)])[
-                    0
-                ]
-                for points in contours
-            ],
-        )[0]
-        for number, contours in enumerate(regions.values(), 4)
-        if contours
+    drawn = [
+        item
+        for points in contours
+        for item in group(
+            ContourGeometricType="CLOSED_PLANAR", ContourData=[f"{value:.4f}" for value in np.ravel(points)]
+        )
     ]
+    made.ROIContourSequence = group(ReferencedROINumber=4, ContourSequence=drawn)
     made.file_meta = FileMetaDataset()
     made.file_meta.TransferSyntaxUID = pydicom.uid.ImplicitVRLittleEndian
     made.save_as(path, enforce_file_format=True)
@@ -154,6 +124,12 @@ def test_contours_hold_what_they_surround(seed):
     filled = fill_contours(contours, (24, 30))
     assert filled.any()
     np.testing.assert_array_equal(filled, surround(contours, (24, 30)))
+
+
+@pytest.mark.parametrize("share", [0.03, 0.5, 0.97, 1.0])
+def test_traced_contours_hold_the_voxels_that_they_were_traced_of(share):
+    mask = np.random.default_rng(3).random((23, 31)) < share
+    np.testing.assert_array_equal(fill_contours(list(trace_contours(mask)), mask.shape), mask)
 
 
 @pytest.mark.parametrize(("kind", "tilt"), [("SEG", 0.0), ("SEG", 0.6), ("RTSTRUCT", 0.6)])
@@ -205,9 +181,7 @@ def ring(radius, height, centre=(-6.11, -14.23), count=40):
 def test_a_structure_set_of_others_is_filled_in_its_planes(tmp_path):
     folder = write_image(tmp_path / "ct")
     contours = [ring(3.0, 7.0), ring(1.4, 7.0), ring(2.2, 11.0)]
-    path = write_contours(
-        tmp_path / "label.dcm", {"LIVER": [*contours, ring(0.0, 13.0)], "body": []}
-    )  # the last one has no area
+    path = write_contours(tmp_path / "label.dcm", [*contours, ring(0.0, 13.0)])  # the last one has no area
     read = read_label(path, folder, task_of()).numpy()[0]
     for plane, within in ((1, contours[:2]), (3, contours[2:]), (0, []), (2, [])):
         # Rows are 0.75 mm apart and columns 0.5 mm, from (-10, -20) mm.
@@ -229,7 +203,7 @@ def test_a_structure_set_of_others_is_filled_in_its_planes(tmp_path):
     ],
 )
 def test_contours_beside_the_planes_are_refused(contours, said, tmp_path):
-    path = write_contours(tmp_path / "label.dcm", {"LIVER": contours, "body": []})
+    path = write_contours(tmp_path / "label.dcm", contours)
     with pytest.raises(ReaderError, match=said):
         read_label(path, write_image(tmp_path / "ct"), task_of())
 

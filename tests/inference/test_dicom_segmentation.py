@@ -10,7 +10,7 @@ import torch
 from volseg.data.cases import Task
 from volseg.data.readers import read_volume
 from volseg.errors import ConfigError, DataError, GridError
-from volseg.inference.dicom_segmentation import require_dicom_source, write_dicom_segmentation
+from volseg.inference.dicom_segmentation import CODES, code_name, require_dicom_source, write_dicom_segmentation
 from volseg.inference.writing import write_prediction
 from volseg.transforms.preprocessing import build_preprocessing
 
@@ -177,7 +177,14 @@ def test_it_refers_to_its_source_and_invents_nothing(write_series, tmp_path):
     assert referenced == {f"1.2.3.{place}" for place in range(1, 7)}
     assert found.ReferencedSeriesSequence[0].SeriesInstanceUID == source.SeriesInstanceUID
     assert found.DeviceSerialNumber == "5f" * 16
-    assert [one.SegmentLabel for one in found.SegmentSequence] == ["Liver", "kidney_left", "zone 3", "absent"]
+    liver, kidney, zone, _ = found.SegmentSequence
+    assert liver.SegmentLabel == "Liver"
+    assert liver.SegmentedPropertyTypeCodeSequence[0].CodeValue == "10200004"  # SNOMED CT: liver structure
+    assert kidney.SegmentedPropertyTypeCodeSequence[0].CodeValue == "64033007"  # kidney structure
+    (side,) = kidney.SegmentedPropertyTypeCodeSequence[0].SegmentedPropertyTypeModifierCodeSequence
+    assert side.CodeMeaning == "Left"
+    assert zone.SegmentLabel == "zone 3"
+    assert zone.SegmentedPropertyTypeCodeSequence[0].CodeMeaning == "Tissue"
     colours = {tuple(item.RecommendedDisplayCIELabValue) for item in found.SegmentSequence}
     assert len(colours) == 4
     again = pydicom.dcmread(write_dicom_segmentation(labels, volume, tmp_path / "again.dcm", **arguments))
@@ -214,3 +221,12 @@ def test_slices_that_cannot_be_referred_to_are_refused(write_series, tmp_path):
         with pytest.raises(error, match=words):
             write_dicom_segmentation(label_map, image, tmp_path / "a.dcm", series=series, task=TUMOUR, weights="0")
     assert not (tmp_path / "a.dcm").exists()
+
+
+def test_every_code_is_one_that_dicom_knows():
+    from pydicom.sr.codedict import codes
+
+    for category, kind in CODES.values():
+        assert getattr(codes.cid7150, category).value == getattr(codes.SCT, category).value
+        assert getattr(codes.SCT, kind).scheme_designator == "SCT"
+    assert code_name("Left Atrium").kind == "LeftAtrium"

@@ -61,7 +61,9 @@ def predict(
     uncertainty: Annotated[
         bool, Option("--uncertainty", help="Also write the probabilities' entropy (0 to 1) to DIR/uncertainty.")
     ] = False,
-    label_format: Annotated[str, Option("--format", help="nifti; for DICOM images also dicom-seg.")] = "nifti",
+    label_format: Annotated[
+        str, Option("--format", help="nifti; for DICOM images also dicom-seg or dicom-rtstruct.")
+    ] = "nifti",
     colour_tables: Annotated[bool, Option("--colour-tables", help="Also for ITK-SNAP and 3D Slicer.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result of each case as JSON.")] = False,
     components: Components = None,

@@ -281,3 +281,33 @@ def fill_contours(contours: Sequence[np.ndarray], shape: tuple[int, int]) -> np.
         np.add.at(toggles, (row, np.ceil(crossing).clip(0, columns).astype(np.int64)), 1)
     filled: np.ndarray = toggles[:, :-1].cumsum(axis=1) % 2 == 1
     return filled
+
+
+SIDES = (((-1, 0), (0, 0), (0, 1)), ((0, 1), (0, 1), (1, 1)), ((1, 0), (1, 1), (1, 0)), ((0, -1), (1, 0), (0, 0)))
+"""Sides of a voxel: the neighbour beyond, and the first and last corner of the side, clockwise."""
+
+
+def trace_contours(mask: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield closed contours ``(N, 2)`` along the sides of the voxels of a plane, which `fill_contours` inverts.
+
+    The contours are half a voxel from all centres, so that rounding has no effect.
+    """
+    following: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    padded = np.pad(mask, 1)
+    for (down, right), begin, end in SIDES:
+        beyond = padded[1 + down : len(padded) - 1 + down, 1 + right : padded.shape[1] - 1 + right]
+        for row, column in np.argwhere(mask & ~beyond).tolist():
+            following[row + begin[0], column + begin[1]].append((row + end[0], column + end[1]))
+    while following:
+        corners = [next(iter(following))]
+        while True:
+            ends = following[corners[-1]]
+            corner = ends.pop()
+            if not ends:
+                del following[corners[-1]]
+            if corner == corners[0]:
+                break
+            corners.append(corner)
+        points = np.array(corners) - 0.5
+        turns = (points - np.roll(points, 1, axis=0) != np.roll(points, -1, axis=0) - points).any(axis=1)
+        yield points[turns]

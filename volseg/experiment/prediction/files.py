@@ -43,7 +43,7 @@ from volseg.inference.original_grid import Prediction
 from volseg.inference.postprocessing import Postprocessing
 from volseg.inference.writing import write_entropy, write_prediction, write_probabilities
 
-SUFFIXES = {"nifti": ".nii.gz", "dicom-seg": ".dcm"}
+SUFFIXES = {"nifti": ".nii.gz", "dicom-seg": ".dcm", "dicom-rtstruct": ".dcm"}
 """Suffixes of label maps, by format."""
 
 
@@ -147,7 +147,8 @@ class PredictionFiles:
             write_prediction(labels, image, path, task.value_names)
         else:
             series = list_files(given["image"])[0]
-            write_dicom_segmentation(labels, image, path, task=task, series=series, weights=trained.weights)
+            kind: Literal["SEG", "RTSTRUCT"] = "SEG" if self.label_format == "dicom-seg" else "RTSTRUCT"
+            write_dicom_segmentation(labels, image, path, task=task, series=series, weights=trained.weights, kind=kind)
         return path, measure_volumes(labels, task)
 
 
