@@ -128,7 +128,7 @@ def test_what_is_no_image_to_segment_is_left_out_and_named(write_series, tmp_pat
         resolve_images([tmp_path / "export"], series=["T7"])
 
 
-def test_a_folder_without_an_image_says_what_it_holds(tmp_path):
+def test_a_folder_without_an_image_is_refused(tmp_path):
     write_object(tmp_path / "export" / "a" / "one", "SR", f"{UID}.5")
     write_object(tmp_path / "export" / "b" / "two", "KO", f"{UID}.6")
     (tmp_path / "Task01" / "imagesTs").mkdir(parents=True)
@@ -136,8 +136,7 @@ def test_a_folder_without_an_image_says_what_it_holds(tmp_path):
     (tmp_path / "scan.nii.gz").write_bytes(b"not read here")
     for path, series, message in (
         ("export", [], r"no series is an image; there are .*7\.5 .*: derived from images \(SR\), .*7\.6 .*: .*\(KO\)"),
-        ("Task01", [], r"nor a DICOM series in it: it holds dataset.json, imagesTs/; name"),
-        ("Task01/imagesTs", [], "imagesTs has neither an image nor a DICOM series in it: it is empty"),
+        ("Task01", [], r"Task01 has neither an image nor a DICOM series in it; name their folder"),
         ("scan.nii.gz", ["T1"], r"scan\.nii\.gz: no DICOM among them to choose series of; leave out --series"),
     ):
         with pytest.raises(DataError, match=message):

@@ -14,7 +14,7 @@ import torch
 
 from volseg.config.loading import dump_config
 from volseg.errors import CheckpointError, ConfigError
-from volseg.exchange.archive import read_archive, write_archive
+from volseg.exchange.archive import read_archive
 from volseg.exchange.tensors import pack_tensors, unpack_tensors
 from volseg.experiment import RunFolder, export, predict, train
 from volseg.experiment.prediction.sources import load_trained
@@ -39,7 +39,7 @@ def test_equal_runs_give_equal_bytes_and_tell_nothing_of_people(run, archive, ta
     manifest, members = read_archive(archive)
     assert manifest["licence"] == "CC-BY-4.0"
     assert manifest["scores"][0]["cases"] == 2
-    assert 0 <= manifest["scores"][0]["foreground_mean"]["Dice"] <= 1
+    assert 0 <= manifest["scores"][0]["mean"]["1"]["Dice"] <= 1
     [split] = json.loads((run / "split.json").read_text(encoding="utf-8"))
     named = [str(task), str(run), *split["train"], *split["val"]]
     texts = [json.dumps(manifest), *(content.decode() for name, content in members.items() if "weights" not in name)]
@@ -90,20 +90,14 @@ def change_manifest(**changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda members: {**members, "0/task.json": members["0/task.json"] + b" "}, r"0/task\.json has \d+ bytes, not"),
-        (
-            lambda members: {**members, "0/task.json": members["0/task.json"].replace(b"1", b"2", 1)},
-            r"0/task\.json has another SHA-256 than when it was exported",
-        ),
-        (lambda members: {**members, "0/more.json": b"{}"}, r"its manifest differ in '0/more\.json'"),
-        (lambda members: {**members, "../evil": b""}, r"holds '\.\./evil', which is not a plain relative name"),
-        (lambda members: {**members, "/etc/evil": b""}, r"holds '/etc/evil', which is not a plain relative name"),
-        (lambda members: {**members, "c:\\evil": b""}, "which is not a plain relative name"),
-        (change_manifest(version=2), r"is of version 2, this volseg .* reads 1; it was written by volseg"),
-        (change_manifest(format="other"), "is not of the format volseg-model"),
+        (lambda members: {**members, "0/task.json": members["0/task.json"] + b" "}, "differs from the SHA-256"),
+        (lambda members: {**members, "0/more.json": b"{}"}, "differs from the SHA-256"),
+        (change_manifest(files=None), "differs from the SHA-256"),
+        (change_manifest(version=3), r"that volseg .* reads: needed .*'version': 2"),
+        (change_manifest(format="other"), "reads: needed .*volseg-model"),
         (change_manifest(networks=3), r"has no 1/weights\.safetensors"),
         (change_manifest(networks="many"), "how many networks it holds, got 'many'"),
-        (lambda members: {**members, "manifest.json": b"{"}, "cannot be read"),
+        (lambda members: {**members, "manifest.json": b"{"}, "is damaged, or no file of volseg export"),
     ],
 )
 def test_what_was_changed_is_refused(archive, tmp_path, change, message):
@@ -114,7 +108,7 @@ def test_what_was_changed_is_refused(archive, tmp_path, change, message):
 def test_a_cut_file_is_refused(archive, tmp_path):
     cut = tmp_path / "cut.zip"
     cut.write_bytes(archive.read_bytes()[:-2000])
-    with pytest.raises(ConfigError, match="is a file; name a run folder of volseg train"):
+    with pytest.raises(ConfigError, match="is no model; name a run folder of volseg train"):
         load_trained(cut)
     with pytest.raises(CheckpointError, match="is damaged, or no file of volseg export"):
         read_archive(cut)
@@ -160,8 +154,6 @@ def test_what_cannot_be_exported_is_told(run, tmp_path):
         with pytest.raises(ConfigError, match=f"{name} exists; choose another path, or use --overwrite to replace it"):
             export(run, tmp_path / name, to=format_)
     assert export(run, tmp_path / "model.zip", overwrite=True).read_bytes().startswith(b"PK")
-    with pytest.raises(CheckpointError, match="which is not a plain relative name"):
-        write_archive(tmp_path / "model.zip", {}, {"../evil": b""})
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # newer torch says so to whoever loads it

@@ -173,7 +173,8 @@ def test_only_what_helps_is_kept_and_the_scores_are_those_of_the_summary(files, 
         assert changed.numpy()[0].tolist() == label.tolist()
     written = json.loads(path.read_text(encoding="utf-8"))
     assert written["cases"] == ["case_0", "case_1"]
-    assert written["tried"][0]["dice_after"]["spleen"] == 0.0
+    assert written["names"] == ["liver", "spleen"]
+    assert (written["tried"][0]["after"][1], written["tried"][0]["kept"]) == (0.0, False)
 
 
 def test_each_step_is_scored_as_files_changed_by_it_would_be(files, tmp_path):

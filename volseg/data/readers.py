@@ -270,24 +270,5 @@ def read_affine(path: str | Path) -> np.ndarray:
     return read_volume(path).affine.numpy(force=True)
 
 
-def require_header(path: str | Path) -> None:
-    """Raise unless a reader takes an existing file and, for NIfTI, its first bytes are valid.
-
-    Raises
-    ------
-    ReaderError
-        If the file cannot be an image, whatever its voxels are.
-    """
-    path = Path(path)
-    choose_reader(path)
-    try:
-        if _is_nifti(path):
-            read_nifti_affine(path)
-    except OSError as fault:  # no permission, or a share that is gone
-        raise ReaderError(
-            f"{path} cannot be read ({fault.strerror or fault}); fix that, or leave the file out"
-        ) from fault
-
-
 def _is_nifti(path: Path) -> bool:
     return path.is_file() and path.name.lower().endswith((".nii", ".nii.gz"))

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -226,9 +225,6 @@ HEADER = ("metric", "label", "methods", "means", "difference", "95 % interval", 
 
 SIDES = f"above 0, in {', '.join(DISTANCES)} below 0"
 
-WIDTH, MARGIN, ROW = 760, 260, 34
-"""Sizes in the picture, in its units."""
-
 
 def comparison_table(results: Sequence[PairedResult]) -> str:
     """Return a Markdown table, a row for each metric, label and pair of methods."""
@@ -252,10 +248,10 @@ def comparison_table(results: Sequence[PairedResult]) -> str:
 
 
 def write_comparison(results: Sequence[PairedResult], methods: Sequence[Method], folder: str | Path) -> list[Path]:
-    """Write ``comparison.json``, ``comparison.csv`` and ``comparison.svg``, each in one step; return the paths."""
+    """Write ``comparison.json`` and ``comparison.csv``, each in one step; return the paths."""
     folder = Path(folder)
     cases = sorted(name_cases(methods[0].summary))
-    paths = [folder / f"comparison.{suffix}" for suffix in ("json", "csv", "svg")]
+    paths = [folder / f"comparison.{suffix}" for suffix in ("json", "csv")]
     told = {
         "methods": [method.name for method in methods],
         "cases": cases,
@@ -270,67 +266,7 @@ def write_comparison(results: Sequence[PairedResult], methods: Sequence[Method],
         table = csv.writer(file)
         table.writerow([*names, *cases])
         table.writerows([*(of[name] for name in names), *of["differences"]] for of in results)
-    with replacing(paths[2]) as partial:
-        partial.write_text(draw_comparison(results), encoding="utf-8")
     return paths
-
-
-def draw_comparison(results: Sequence[PairedResult]) -> str:
-    """Return an SVG: a panel for each metric, in it a row for each label and pair, a dot for each case.
-
-    A bar is the interval of the mean difference. A row states the number of its cases that are not drawn.
-    """
-    metrics = list(dict.fromkeys(of["metric"] for of in results))
-    panels, top = [], 10
-    for metric in metrics:
-        rows = [of for of in results if of["metric"] == metric]
-        panels.append(_draw_panel(metric, rows, top))
-        top += 60 + ROW * len(rows)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" '
-        'font-family="sans-serif" font-size="12">\n'
-        f'<rect width="{WIDTH}" height="{top}" fill="white"/>\n' + "\n".join(panels) + "\n</svg>\n"
-    )
-
-
-def _draw_panel(metric: str, rows: Sequence[PairedResult], top: int) -> str:
-    shown = [value for of in rows for value in (*of["differences"], of["low"], of["high"]) if math.isfinite(value)]
-    reach = max(map(abs, shown), default=0.0) or 1.0
-    bottom = top + 30 + ROW * len(rows)
-
-    def place(value: float) -> float:
-        return MARGIN + (WIDTH - MARGIN - 20) * (value / reach + 1) / 2
-
-    lines = [
-        f'<text x="10" y="{top + 15}" font-weight="bold">{escape(metric)}: difference by case; the second method is '
-        f"better {'left' if metric in DISTANCES else 'right'} of 0</text>",
-        f'<line x1="{place(0):.1f}" x2="{place(0):.1f}" y1="{top + 22}" y2="{bottom}" stroke="black"/>',
-    ]
-    lines += [
-        f'<text x="{place(value):.1f}" y="{bottom + 15}" text-anchor="middle">{value:.3g}</text>'
-        for value in (-reach, 0.0, reach)
-    ]
-    for number, of in enumerate(rows):
-        middle = top + 30 + ROW * number + ROW / 2
-        absent = len(of["differences"]) - of["num_cases"]
-        label = f"{of['label']} ({absent} of {len(of['differences'])} cases not drawn)" if absent else of["label"]
-        lines.append(f'<text x="10" y="{middle - 2:.1f}">{escape(label)}</text>')
-        pair = escape(f"{of['second']} - {of['first']}")
-        lines.append(f'<text x="10" y="{middle + 11:.1f}" fill="gray">{pair}</text>')
-        for rank, value in enumerate(of["differences"]):
-            if math.isfinite(value):
-                # Spread up and down by a fixed pattern, so that cases do not lie on each other.
-                height = middle + (rank * 7 % 11 - 5) * 1.6
-                lines.append(
-                    f'<circle cx="{place(value):.1f}" cy="{height:.1f}" r="2.5" fill="#3c96e6" fill-opacity="0.5"/>'
-                )
-        if math.isfinite(of["low"]) and math.isfinite(of["high"]):
-            lines.append(
-                f'<line x1="{place(of["low"]):.1f}" x2="{place(of["high"]):.1f}" y1="{middle}" y2="{middle}" '
-                'stroke="#e6503c" stroke-width="3"/>'
-            )
-            lines.append(f'<circle cx="{place(of["mean_difference"]):.1f}" cy="{middle}" r="5" fill="#e6503c"/>')
-    return "\n".join(lines)
 
 
 def _format(value: float, sign: str = "") -> str:
@@ -346,7 +282,7 @@ def compare_folders(sources: Sequence[str | Path], output: str | Path, *, overwr
         For sources without scores, of other cases or labels, or a comparison that is there already.
     """
     output = Path(output)
-    require_new(*(output / f"comparison.{suffix}" for suffix in ("json", "csv", "svg")), overwrite=overwrite)
+    require_new(*(output / f"comparison.{suffix}" for suffix in ("json", "csv")), overwrite=overwrite)
     paths = [Path(source) for source in sources]
     # The last part of a path is its name, unless two are equal.
     are_different = len({path.absolute().name for path in paths}) == len(paths)

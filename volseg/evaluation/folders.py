@@ -1,10 +1,9 @@
 """Score the predictions of any program: pair them with label maps by file names or by a table, and compare."""
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,6 @@ from volseg.formatting import list_duplicates, list_some
 WORDS = (*LABEL_WORDS, "pred", "preds", "prediction", "predicted")
 """Last words of names that describe the file, not the case."""
 
-CHANNEL = re.compile(r"_\d{4}$")
-"""nnU-Net's channel number after a case's id in the names of images."""
-
 FIRST_CHANNEL = "_0000"
 """Number of the first channel, which renamed predictions may keep. No other number counts as a channel's: ``scan_0010``
 and ``scan_0011`` are two cases."""
@@ -40,6 +36,12 @@ DECLARED = ("name", "labels", "regions", "regions_class_order", "ignore")
 
 RECORD = "predicted.jsonl"
 """File beside predictions; its first line describes their source."""
+
+
+REMEDY = (
+    "files are paired by their names, CASE.nii.gz in both: rename them, or name by --labels a table (CSV) with the "
+    "columns case, prediction and label"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,37 +108,26 @@ def pair_files(predictions: str | Path, labels: str | Path) -> Pairs:
 def _pair_names(predicted: Mapping[str, Path], true: Mapping[str, Path], predictions: Path, labels: Path) -> Pairs:
     strip = partial(strip_id, channels=_read_channels(predictions, labels))
     matched = {case: (predicted[case], path) for case, path in true.items() if case in predicted}
-    spare = {case: path for case, path in predicted.items() if case not in matched}
-    alone = [case for case in true if case not in matched]
-    if doubled := list_duplicates(map(strip, alone)):
-        same = [true[case].name for case in alone if strip(case) == doubled[0]]
-        raise DataError(f"{labels} holds {list_some(same)}, which may all be case {doubled[0]}; keep one of them")
-    for case in alone:
-        # If several predictions may belong to a case, none is taken.
-        likely = sorted(name for name in spare if strip(CHANNEL.sub("", name)) == strip(case))
-        if len(likely) > 1:
-            same = [spare[name].name for name in likely]
-            raise DataError(f"{predictions} holds {list_some(same)}, which may all be case {case}; keep one of them")
-        if likely and strip(likely[0]) == strip(case):
-            matched[case] = (spare.pop(likely[0]), true[case])
+    spare: dict[str, list[str]] = defaultdict(list)
+    alone: dict[str, list[str]] = defaultdict(list)
+    for files, groups in ((predicted, spare), (true, alone)):
+        for case in files:
+            if case not in matched:
+                groups[strip(case)].append(case)
+    for key in spare.keys() & alone.keys():
+        if len(spare[key]) + len(alone[key]) > 2:
+            same = [predicted[name].name for name in spare[key]] + [true[case].name for case in alone[key]]
+            raise DataError(f"{list_some(same)} of {predictions} and {labels} may all be case {key}; keep one of each")
+        [name], [case] = spare.pop(key), alone[key]
+        matched[case] = (predicted[name], true[case])
     missing = tuple(sorted(true.keys() - matched.keys()))
     if not matched:
         raise DataError(
             f"no case is in both {predictions} ({list_some(sorted(predicted), 3)}) and {labels} "
-            f"({list_some(missing, 3)}); files are paired by their names: CASE.nii.gz in both{_compare(spare, missing)}"
+            f"({list_some(missing, 3)}); {REMEDY}"
         )
-    return Pairs(matched=dict(sorted(matched.items())), missing=missing, surplus=tuple(sorted(spare.values())))
-
-
-def _compare(spare: Collection[str], missing: Sequence[str]) -> str:
-    """Return the unpaired prediction whose name is nearest to the first missing case, and a remedy."""
-    if not spare:
-        return ""
-    near = get_close_matches(missing[0], spare, n=1, cutoff=0.5)
-    return (
-        f". {f'Is {near[0]} the prediction of {missing[0]}? ' if near else ''}Rename the predictions, or name by "
-        "--labels a table (CSV) with the columns case, prediction and label"
-    )
+    surplus = tuple(sorted(predicted[name] for names in spare.values() for name in names))
+    return Pairs(matched=dict(sorted(matched.items())), missing=missing, surplus=surplus)
 
 
 def _list_labels(labels: Path) -> tuple[dict[str, Path], dict[str, Files]]:
@@ -297,8 +288,7 @@ def evaluate_folders(
     if pairs.missing and not allow_missing:
         raise DataError(
             f"{predictions} lacks {len(pairs.missing)} of {len(pairs.missing) + len(pairs.matched)} case(s): "
-            f"{list_some(pairs.missing)}; predict them, or leave them out by --allow-missing"
-            f"{_compare([stem(path) for path in pairs.surplus], pairs.missing)}"
+            f"{list_some(pairs.missing)}; predict them, or leave them out by --allow-missing; {REMEDY}"
         )
     declared = load_label_names(labels, predictions, names)
     task = declared or _find_values(pairs)

@@ -17,7 +17,7 @@ References
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from volseg.data.cases import Task, list_values
 from volseg.data.readers import read_label, read_volume
 from volseg.errors import DataError, GridError
 from volseg.evaluation.overlap import LabelMap, evaluate_case
+from volseg.files import replace_nan
 from volseg.formatting import align_columns
 from volseg.inference.postprocessing import Postprocessing, Step
 from volseg.version import __version__
@@ -74,35 +75,15 @@ class MeasuredPostprocessing:
 
     postprocessing: Postprocessing
     names: tuple[str, ...]
-    """Names of the structures."""
+    """Names of the structures, in the order of the scores before and after a step."""
     tried: tuple[TriedStep, ...]
     cases: tuple[str, ...]
 
     def save(self, path: str | Path) -> Path:
         """Write ``postprocessing.json``; return the path."""
-        return self.postprocessing.save(
-            path,
-            {
-                "tried": [
-                    {
-                        "operation": tried.step.operation,
-                        "structure": tried.name,
-                        "values": list(tried.step.values),
-                        "kept": tried.is_kept,
-                        "dice_before": self._tabulate(tried.before),
-                        "dice_after": self._tabulate(tried.after),
-                        "changed_cases": tried.changed_cases,
-                        "changed_voxels": tried.changed_voxels,
-                    }
-                    for tried in self.tried
-                ],
-                "rule": RULE,
-                "components": "26 neighbours",
-                "holes": "6 neighbours",
-                "cases": list(self.cases),
-                "version": __version__,
-            },
-        )
+        tried = [{**asdict(tried), "kept": tried.is_kept} for tried in self.tried]
+        further = {"names": self.names, "tried": tried, "rule": RULE, "cases": self.cases, "version": __version__}
+        return self.postprocessing.save(path, replace_nan(further))
 
     def lines(self) -> list[str]:
         """Return a table of the tried steps."""
@@ -112,11 +93,6 @@ class MeasuredPostprocessing:
             name = tried.step.operation.replace("_", " ")
             rows.append((name, tried.name, *means, str(tried.changed_cases), "yes" if tried.is_kept else "no"))
         return align_columns(rows)
-
-    def _tabulate(self, dice: Sequence[float]) -> dict[str, float | None]:
-        """Return scores by name; null for NaN."""
-        rows = {"mean": _average(dice), **dict(zip(self.names, dice, strict=True))}
-        return {name: None if math.isnan(value) else value for name, value in rows.items()}
 
 
 def measure_postprocessing(

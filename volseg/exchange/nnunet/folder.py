@@ -50,16 +50,16 @@ def parse_nnunet(content: Any, path: Path) -> NnunetWeights:
     if not isinstance(content, dict) or any(key not in content for key in wanted):
         raise CheckpointError(f"{path} should hold {', '.join(wanted)}, as nnU-Net 2 writes; it is another program's")
     weights, arguments, axes = (content.get(key) for key in (*wanted[:2], "inference_allowed_mirroring_axes"))
-    if not isinstance(weights, dict):
-        raise CheckpointError(f"{path}: network_weights should map names to tensors, got {type(weights).__name__}")
-    if odd := [name for name, value in weights.items() if not (isinstance(name, str) and isinstance(value, Tensor))]:
-        raise CheckpointError(f"{path}: network_weights should map names to tensors, not {odd[0]!r:.200}")
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
+    ):
+        raise CheckpointError(f"{path}: network_weights should map names to tensors")
     configuration = arguments.get("configuration") if isinstance(arguments, dict) else None
-    if not isinstance(configuration, str):
-        raise CheckpointError(f"{path}: init_args should name the configuration, got {configuration!r}")
     listed = axes if isinstance(axes, tuple | list) else () if axes is None else (axes,)
-    if not all(type(axis) is int and axis in range(3) for axis in listed):
-        raise CheckpointError(f"{path}: inference_allowed_mirroring_axes should be among 0, 1, 2, got {axes!r}")
+    if not isinstance(configuration, str) or not all(type(axis) is int and axis in range(3) for axis in listed):
+        raise CheckpointError(
+            f"{path} should name a configuration and mirroring axes among 0, 1, 2, got {configuration!r} and {axes!r}"
+        )
     return NnunetWeights(
         configuration=configuration,
         trainer=str(content["trainer_name"]),

@@ -15,7 +15,6 @@ from volseg.checkpointing.folder import RunFolder
 from volseg.config.loading import dump_config
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
-from volseg.data.json_files import read_json
 from volseg.errors import ConfigError
 from volseg.evaluation.summary import read_summary
 from volseg.exchange.archive import write_archive
@@ -213,7 +212,6 @@ def _export_archive(source: Path, output: Path, checkpoint: str, licence: str) -
         "checkpoint": checkpoint,
         "licence": licence,
         "scores": scores,
-        "data": [_digest_cases(run) for run in runs],
     }
     order = RunFolder(source).postprocessing_file
     if order.is_file() and checkpoint == "latest":  # it was measured with these label maps
@@ -246,19 +244,4 @@ def _read_scores(run: RunFolder) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     summary = read_summary(file)
-    means = {str(structure): dict(metrics) for structure, metrics in summary["mean"].items()}
-    content = {
-        "cases": len(summary["metric_per_case"]),
-        "foreground_mean": dict(summary["foreground_mean"]),
-        "mean": means,
-    }
-    return replace_nan(content)
-
-
-def _digest_cases(run: RunFolder) -> str | None:
-    """Return a digest of the training voxels, which reveals nothing else about them."""
-    file = run.path / "cases.json"
-    if not file.is_file():
-        return None
-    read_json(file)  # a damaged file is no fingerprint
-    return digest_file(file)
+    return replace_nan({"cases": len(summary["metric_per_case"]), "mean": summary["mean"]})

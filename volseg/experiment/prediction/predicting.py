@@ -142,7 +142,6 @@ def predict(
     if strict:
         queue.require_sound()
     record.begin()
-    queue.leave_out_unusable()
     results = {name: CaseResult(case=name, state="there before", file=path) for name, path in done.items()}
     for_worker = {**order, "source": [str(path_of(one)) for one in order["source"]], "output": str(files.folder)}
     for_worker["made_by"] = record.digest
@@ -276,15 +275,19 @@ def resolve_images(
         elif path.is_dir() and not list_images(path):
             found = search_series(path)
             if not (found.images or found.others or found.damaged):
-                raise DataError(_nothing_in(path))
+                raise DataError(f"{path} has neither an image nor a DICOM series in it; name their folder")
             held = [one.folder for one in (*found.images, *found.others)]
             if held in ([], [path]) and not series:  # exactly one series, or no DICOM, which its reader will report
                 loose.append(path)
             else:
                 cases.extend(_list_series(found, series, path))
                 is_chosen = True
+        elif path.is_dir():
+            loose.extend(list_images(path))
+        elif path.is_file():
+            loose.append(path)
         else:
-            loose.extend(_list_images(path))
+            raise DataError(f"{path} does not exist; name image files, DICOM folders or a folder of image files")
     if not (is_chosen or dicom):
         raise DataError(
             f"{list_some(list(map(str, paths)))}: no DICOM among them to choose series of; leave out --series"
@@ -298,22 +301,6 @@ def resolve_images(
         same = [name_files(case["image"]) for case in cases if case["case"] == doubled[0]]
         raise DataError(f"{' and '.join(same)} would both be written as {doubled[0]}.nii.gz; predict them apart")
     return cases
-
-
-def _nothing_in(folder: Path) -> str:
-    held = sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in folder.iterdir())
-    holds = f"it holds {list_some(held, 4)}" if held else "it is empty"
-    return (
-        f"{folder} has neither an image nor a DICOM series in it: {holds}; name image files or the folder they lie in"
-    )
-
-
-def _list_images(path: Path) -> list[Path]:
-    if not (path.is_file() or path.is_dir()):
-        raise DataError(f"{path} does not exist; name image files, DICOM folders or a folder of image files")
-    if path.is_file():
-        return [path]
-    return list_images(path)
 
 
 def _list_series(found: FoundSeries, wanted: Sequence[str], where: Path) -> list[Case]:

@@ -17,9 +17,8 @@ from volseg.data.case_store.preprocessed import preprocess
 from volseg.data.cases import Case
 from volseg.data.checks.kinds import Remark
 from volseg.data.checks.reading import check_cases, read_case, require_sound, summarise_remarks
-from volseg.data.readers import list_files, require_header
-from volseg.data.threads import map_in_threads
-from volseg.errors import ConfigError, DataError, ParallelError, ReaderError, VolsegError
+from volseg.data.readers import list_files
+from volseg.errors import ConfigError, DataError, ParallelError, VolsegError
 from volseg.experiment.own_components import components_arguments
 from volseg.experiment.placement.alternatives import explaining_memory
 from volseg.experiment.prediction.files import CaseResult, PredictionFiles, PredictionRecord, identify
@@ -176,19 +175,6 @@ class PredictionQueue:
             problems = check_cases(cases, self._trained.task, progress=count)
         require_sound(problems, "fix them, or leave them out")
 
-    def leave_out_unusable(self) -> None:
-        """Set aside the cases whose paths or first bytes show that they are unusable, before any prediction."""
-        unusable: dict[str, DataError] = dict(list_unusable(list(self._cases.values())))
-        for name, case in self._cases.items():
-            try:
-                self._files.require_possible(case)
-            except DataError as unfit:
-                unusable.setdefault(name, unfit)
-        if unusable:
-            logger.error("%d of %d case(s) cannot be used and are left out:", len(unusable), len(self._cases))
-        for name, fault in unusable.items():
-            self._fail(name, fault)
-
     def run(
         self, count: Callable[[], object], gpus: Sequence[str | None], order: Mapping[str, Any]
     ) -> dict[str, CaseResult]:
@@ -201,10 +187,8 @@ class PredictionQueue:
         gpus, order
             GPUs with a worker each, and its order (see `predict_in_processes`); without GPUs this process predicts.
         """
-        for _ in self._results:
-            count()
-        waiting = [case for name, case in self._cases.items() if name not in self._results]
-        for result in predict_in_processes(waiting, gpus, order) if gpus else self.predict_each(waiting):
+        cases = list(self._cases.values())
+        for result in predict_in_processes(cases, gpus, order) if gpus else self.predict_each(cases):
             self._results[result.case] = self._note_of_worker(result) if gpus else result
             count()
         # In the order of the cases: processes end in any order.
@@ -265,6 +249,7 @@ class PredictionQueue:
         """Read and check a case."""
         name = case["case"]
         self._cases[name], self._identities[name] = case, identify(case)
+        self._files.require_possible(case)
         checked = read_case(case, self._trained.task, digests=False)
         self._remarks[name] = tuple(checked.remarks)
         if checked.problems:
@@ -320,18 +305,3 @@ class PredictionQueue:
         """Return a note for a failure if another prediction's label map stays in its place."""
         earlier = self._files.name_label_map(self._cases[name])
         return f"; {earlier} is there, of an earlier prediction" if earlier.is_file() else ""
-
-
-def list_unusable(cases: Sequence[Case]) -> dict[str, ReaderError]:
-    """Return the cases whose files are absent or no images by their first bytes, with the reason; no voxel is read."""
-    faults = zip(cases, map_in_threads(_look_at, cases), strict=True)
-    return {case["case"]: fault for case, fault in faults if fault is not None}
-
-
-def _look_at(case: Case) -> ReaderError | None:
-    try:
-        for file in list_files(case["image"]):
-            require_header(file)
-    except ReaderError as fault:
-        return fault
-    return None

@@ -13,7 +13,6 @@ from typing import Any
 from volseg.checkpointing.folder import RunFolder
 from volseg.errors import CheckpointError, ConfigError
 from volseg.exchange.archive import is_archive
-from volseg.exchange.nnunet import is_nnunet_model
 from volseg.exchange.nnunet.folder import locate_nnunet, read_nnunet
 from volseg.experiment.prediction.imported import (
     NNUNET_CHECKPOINTS,
@@ -24,7 +23,6 @@ from volseg.experiment.prediction.imported import (
 )
 from volseg.experiment.prediction.trained import SourceNetwork, Trained, open_run, require_checkpoint, require_keys
 from volseg.experiment.several_runs import load_final_state
-from volseg.formatting import list_some
 from volseg.inference.postprocessing import Postprocessing
 from volseg.monitoring.run_files import list_numbered
 
@@ -168,7 +166,11 @@ def open_source(source: Source, checkpoint: str = "latest", overrides: Sequence[
     elif (file := locate_weights(path)) is not None:
         yield from open_weights(file, overrides)
     else:
-        raise ConfigError(f"{path} {_describe(path)}")
+        raise ConfigError(
+            f"{path} {'is no model' if path.exists() else 'does not exist'}; name a run folder of volseg train, the "
+            "folder of a cross-validation, a file of volseg export, a model folder of nnU-Net 2 (with plans.json), or "
+            "a file of weights"
+        )
 
 
 def open_one(path: str | Path) -> SourceNetwork:
@@ -205,22 +207,6 @@ def _find_postprocessing(path: Path, checkpoint: str) -> Postprocessing | None:
         logger.info("%s is not applied: it was measured with the latest checkpoint's label maps", file)
         return None
     return Postprocessing.load(file)
-
-
-def _describe(path: Path) -> str:
-    """Return a description of an invalid source, with the valid kinds."""
-    needed = (
-        "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model folder "
-        "of nnU-Net 2, or a file of weights"
-    )
-    if not path.exists():
-        return f"does not exist; {needed}"
-    if not path.is_dir():
-        return f"is a file; {needed}"
-    if models := sorted(plans.parent for plans in path.glob("*/plans.json") if is_nnunet_model(plans.parent)):
-        return f"is a folder above nnU-Net 2's model folders; name one of them, such as {models[0]}"
-    held = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
-    return f"is no run folder: it has no config.yaml, and holds {list_some(held, 4) or 'nothing'}; {needed}"
 
 
 def _join(members: Sequence[Trained], source: Path) -> Trained:

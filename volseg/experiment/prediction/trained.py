@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from volseg.checkpointing.components import require_components
 from volseg.checkpointing.file import CHECKPOINTS, load_checkpoint
 from volseg.checkpointing.folder import RunFolder
-from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
 from volseg.data.case_store.preprocessed import Preprocessing
 from volseg.data.cases import Task
@@ -49,8 +48,6 @@ class Trained:
     """The source: a run folder, a cross-validation's folder, a file; the first of several."""
     config: ExperimentConfig
     """Config with the overrides of the prediction."""
-    spec: Mapping[str, Any]
-    """Name and all parameters of the network."""
     task: Task
     preprocessing: Preprocessing
     """Preprocessing of an image."""
@@ -209,7 +206,6 @@ class SourceNetwork:
         return Trained(
             source=self.source,
             config=config,
-            spec=complete.network.spec(),
             task=task,
             preprocessing=preprocessing_of(config) if self.preprocessing is None else self.preprocessing,
             models=(model.eval(),),
@@ -252,7 +248,11 @@ def open_run(folder: RunFolder, checkpoint: str | Path = "latest", overrides: Se
     try:
         state = load_checkpoint(path, "cpu")
     except CheckpointError as fault:
-        raise CheckpointError(f"{fault}{_name_others(folder, path.name)}") from fault
+        others = [
+            name for name, file in CHECKPOINTS.items() if file != path.name and (folder.checkpoints / file).exists()
+        ]
+        hint = f". There is another: --checkpoint {' or '.join(others)}" if others else ""
+        raise CheckpointError(f"{fault}{hint}") from fault
     return SourceNetwork(
         source=folder.path,
         file=path,
@@ -276,26 +276,8 @@ def require_keys(overrides: Sequence[str], allowed: Sequence[str] = PREDICTION_K
     """
     for assignment in overrides:
         key = str(assignment).partition("=")[0].strip()
-        if any(key == name or key.startswith(f"{name}.") for name in allowed):
-            continue
-        known = [f"{name}.KEY" if name in ("inference", "parallel") else name for name in allowed]
-        section = key.partition(".")[0]
-        why = (
-            f"{section} is as it was trained with"
-            if section in ExperimentConfig.model_fields
-            else f"unknown key; {did_you_mean(section, allowed)}"
-        )
-        raise ConfigError(f"--set {assignment}: {why}. What may be set once a network is trained: {', '.join(known)}")
-
-
-def _name_others(folder: RunFolder, file: str) -> str:
-    """Return a hint at another checkpoint: other weights are never taken silently."""
-    ways = []
-    for other in (name for name, of in CHECKPOINTS.items() if of != file):
-        try:
-            state = load_checkpoint(folder.checkpoints / CHECKPOINTS[other])
-        except CheckpointError:
-            continue  # not usable
-        epoch, batch = state.progress
-        ways.append(f"{CHECKPOINTS[other]}, of epoch {epoch} and batch {batch}, by --checkpoint {other}")
-    return f". What can be used: {'; or '.join(sorted(ways))}" if ways else ""
+        if not any(key == name or key.startswith(f"{name}.") for name in allowed):
+            raise ConfigError(
+                f"--set {assignment} cannot be set once a network is trained; keys that can, or sections of them: "
+                f"{', '.join(allowed)}"
+            )
