@@ -101,7 +101,6 @@ RULES: Mapping[str, ResumeRule] = {
         "components.json",
         "{change}. Go on with {way}, or start a new run with another --output",
     ),
-    "versions of packages of components": ResumeRule("may differ", "another version is logged", "components.json"),
     "tensors of the network, groups of the optimizer": ResumeRule("must be equal", "a state must fit", "checkpoints"),
     "the GPUs": ResumeRule("may differ", "the random state of a GPU that is absent is left out", "checkpoints"),
     "plan of a run that was given a data set": ResumeRule("is kept", "the data may have changed", "planned.yaml"),

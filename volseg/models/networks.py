@@ -91,7 +91,6 @@ NETWORKS = Registry(
         "ResEncUNet": ResEncUNet,
         "VNet": VNet,
     },
-    group="volseg.networks",
     explain=_explain_monai,
 )
 """Classes by name; add a custom network by ``volseg.register("network", name, component)``."""
