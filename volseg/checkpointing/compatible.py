@@ -1,7 +1,7 @@
 """Check what may differ between a run and its continuation: one table of rules, and checks that enforce it.
 
 `RULES` is the table; docs/interrupted.md prints it. Each check compares the run folder with the current config and
-data, and raises the message of its rule.
+data, and raises the message of its rule. `JobFolder.claim` decides first whether a run resumes, and checks its config.
 """
 
 from collections.abc import Mapping

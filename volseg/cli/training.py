@@ -179,7 +179,7 @@ def search(
     ],
     overrides: Overrides = None,
     output: Annotated[Path | None, Output(help="Folder for trial_0, trial_1 ...; default runs/NAME.")] = None,
-    trials: Annotated[int, Option(min=1, help="Trials in all, of earlier calls and other machines too.")] = 20,
+    trials: Annotated[int, Option(min=1, help="Trials in all, those of earlier calls too.")] = 20,
     gpus: Annotated[int, Option(min=1, help="Number of trials to train at a time, each on its own GPU.")] = 1,
     metric: Annotated[
         str, Option(help="Metric to compare, as TensorBoard names it, such as dice/LABEL.")
@@ -193,7 +193,7 @@ def search(
 ) -> None:
     """Train with many values of the config and find the best; run it again to continue.
 
-    Machines that share the folder share the trials. Needs Optuna: pip install optuna.
+    Needs Optuna: pip install optuna.
     """
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
     require_data(experiment.load_config(config, overrides).data.root)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from volseg.checkpointing.ranks import JobFolder
+from volseg.checkpointing.job_folder import JobFolder
 from volseg.config.loading import build_config, require_sound_overrides
 from volseg.config.parallel import ParallelConfig
 from volseg.config.registry import read_record

@@ -14,7 +14,7 @@ import pytest
 from in_group import in_group
 
 from volseg.checkpointing import ranks
-from volseg.checkpointing.ranks import LOCK, JobFolder, only_process_in
+from volseg.checkpointing.job_folder import LOCK, JobFolder, only_process_in
 from volseg.errors import ConfigError
 from volseg.experiment import train
 from volseg.experiment.cases import choose_cases
@@ -85,7 +85,7 @@ def test_a_machine_that_does_not_see_the_run_folder_is_named(configured, tmp_pat
 HOLD = """
 import sys, time
 from pathlib import Path
-from volseg.checkpointing.ranks import only_process_in
+from volseg.checkpointing.job_folder import only_process_in
 with only_process_in(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
