@@ -8,12 +8,13 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+from config_keys import list_config_keys
 from typer.testing import CliRunner
 
 from volseg.cli import app
 from volseg.commands import spell
 from volseg.config.catalogue import list_shipped
-from volseg.config.describing import describe_values, list_keys, read_schema, write_commented
+from volseg.config.describing import SCHEMA_FILE, describe_values, write_commented
 from volseg.config.parallel import ParallelConfig
 from volseg.config.schema import ExperimentConfig
 from volseg.config.sections import PatchConfig, TrainingConfig
@@ -164,7 +165,7 @@ def test_it_reads_back_as_the_defaults_and_obeys_the_schema_that_it_names(tmp_pa
     whole, short = (parse_yaml((tmp_path / name).read_text(encoding="utf-8"), name) for name in ("a.yaml", "b.yaml"))
     assert short == {**PLAIN, "patch": {"size": [96, 96, 96]}}
     jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema, of the extra dev")
-    jsonschema.validate(whole, read_schema())
+    jsonschema.validate(whole, json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
 
 
 def test_every_value_has_its_meaning_above_it(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_every_value_has_its_meaning_above_it(tmp_path: Path) -> None:
             keys.append(".".join(depth))
     on_one_line = ("network", "optimizer", "schedule")  # a component and its parameters
     on_several = {"preprocessing", "losses", "logging.loggers"}  # lists of them
-    expected = {key for key in list_keys(read_schema()) if key.partition(".")[0] not in on_one_line}
+    expected = {key for key in list_config_keys() if key.partition(".")[0] not in on_one_line}
     assert {*keys} == {*expected, *on_one_line} - on_several
     text = "\n".join(lines)
     assert "One of: auto, fp32, bf16, fp16." in text

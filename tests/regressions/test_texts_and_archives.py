@@ -188,7 +188,6 @@ finally:
         ("compare runs/first runs/second", "runs/first does not exist; name runs"),
         ("train task04_cpu --set data.root=my_dta", "did you mean 'my_data'?"),
         ("train task04_cpu --set training.epoch=5", "did you mean 'epochs'?"),
-        ("train task04_cpu --set training.epochs 5", "training.epochs has no value: write --set training.epochs=VALUE"),
         ("export my_dta -o model.zip", "did you mean 'my_data'?"),
         ("data fetch Tsk4_Hipocampus", "did you mean 'Task04_Hippocampus'"),
     ],

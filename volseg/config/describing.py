@@ -7,7 +7,6 @@ The package includes the schema as a file for editors.
 The comments are the schema's descriptions, so they cannot contradict it. The commented file loads as the same config.
 """
 
-import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,51 +98,9 @@ def _as_draft_7(node: Any) -> Any:
     return {key: _as_draft_7(value) for key, value in node.items()}
 
 
-def read_schema() -> dict[str, Any]:
-    """Return the schema in the package, without an import of torch."""
-    content: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
-    return content
-
-
 def refer_to_schema() -> str:
     """Return the first line of a YAML file that names the schema to editors."""
     return f"# yaml-language-server: $schema={SCHEMA_FILE.as_uri()}"
-
-
-def list_keys(schema: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys that ``--set`` takes, without sections.
-
-    >>> "training.epochs" in list_keys(read_schema()), "training" in list_keys(read_schema())
-    (True, False)
-    """
-    return list(_list_keys(schema, schema["properties"], ""))
-
-
-def _list_keys(schema: Mapping[str, Any], properties: Mapping[str, Any], prefix: str) -> list[str]:
-    keys = []
-    for name, told in properties.items():
-        section = _find_section(schema, told)
-        below = _list_keys(schema, section["properties"], f"{prefix}{name}.") if section else []
-        keys += below or [f"{prefix}{name}"]
-    return keys
-
-
-def _find_section(schema: Mapping[str, Any], told: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the section that a property refers to; None for other values and lists of sections."""
-    reference = next((part["$ref"] for part in (told, *told.get("allOf", ())) if "$ref" in part), None)
-    return None if reference is None else schema["$defs"][reference.rpartition("/")[2]]
-
-
-def list_names(schema: Mapping[str, Any], kind: str) -> list[str]:
-    """Return the component names of one kind in a schema.
-
-    >>> "VNet" in list_names(read_schema(), "network")
-    True
-    """
-    homes = {kind: section for section, kind in KINDS.items()}
-    homes |= {kind: f"{kind.capitalize()}Component" for kind in KINDS_OF_FIELDS.values()}
-    names: list[str] = schema["$defs"][homes[kind]]["properties"]["name"]["anyOf"][0]["enum"]
-    return names
 
 
 WIDTH = 110
