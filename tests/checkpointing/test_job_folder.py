@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from in_group import in_group
 
-from volseg.checkpointing import ranks
+from volseg.checkpointing import job_folder
 from volseg.checkpointing.job_folder import LOCK, JobFolder, only_process_in
 from volseg.errors import ConfigError
 from volseg.experiment import train
@@ -60,7 +60,7 @@ def test_the_leader_locks_a_folder_that_is_there_at_once_and_a_new_one_when_it_c
 
 def begin_in_two_places(config, elsewhere):
     """Begin a run whose folder is another one for the second process, as if its machine had a disk of its own."""
-    ranks.SECONDS_TO_SEE = 0.5
+    job_folder.SECONDS_TO_SEE = 0.5
     if get_process_rank() == 1:
         config = config.model_copy(update={"output": elsewhere})
     with ExitStack() as held:
@@ -140,7 +140,7 @@ def no_locks(*arguments):
 
 
 def test_where_there_are_no_locks_a_training_runs_and_that_is_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(ranks.fcntl, "flock", no_locks)
+    monkeypatch.setattr(job_folder.fcntl, "flock", no_locks)
     with caplog.at_level("INFO"):
         hold(tmp_path / "run")
     assert "run cannot be locked" in caplog.text
