@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from volseg.config.schema import ExperimentConfig
-from volseg.config.sections import UNSETTLED_KERNELS
 from volseg.errors import ConfigError, VolsegError
 from volseg.estimate.candidate import Candidate, name_candidate
 from volseg.estimate.candidate_trace import trace_candidate
@@ -115,9 +114,9 @@ def profile_training(
     """
     if steps < 1:
         raise ConfigError(f"a profile needs at least one step, got {steps}")
-    if config.training.kernels in UNSETTLED_KERNELS:
+    if config.training.kernels == "compiled":
         raise ConfigError(
-            f"training.kernels is {config.training.kernels}, and a compiled kernel belongs to no layer of the network; "
+            "training.kernels is compiled, and a compiled kernel belongs to no layer of the network; "
             "profile with --set training.kernels=fast or torch"
         )
     check_components(config)
