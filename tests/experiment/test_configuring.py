@@ -19,9 +19,11 @@ from volseg.config.parallel import ParallelConfig
 from volseg.config.schema import ExperimentConfig
 from volseg.config.sections import PatchConfig, TrainingConfig
 from volseg.config.yaml_values import parse_yaml
+from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, DataError
 from volseg.experiment import RunFolder, load_config
 from volseg.experiment.configuring import PLAIN, init_config
+from volseg.planning.fingerprint import fingerprint_path
 
 SHORT = [
     "training.epochs=1",
@@ -79,16 +81,17 @@ def test_configure_then_train(folder, tmp_path):
     file.touch()
     with pytest.raises(ConfigError, match="exists; choose another path, or use --overwrite to replace it"):
         call("configure", folder, "-o", file)
-    assert not (folder / ".volseg").exists(), "no case is read"
+    place = fingerprint_path(load_task(folder))
+    assert not place.exists(), "no case is read"
     file.unlink()
     said = call("configure", folder, "-o", file, "--gpu-memory", "6GiB", "--name", "mine").output
     assert "4, 1 channel(s), 3 labels" in said
     assert "  " + spell(f"volseg train '{file}'") in said.splitlines()
     config = load_config(file)
     assert (config.name, config.data.root) == ("mine", folder)
-    before = (folder / ".volseg" / "fingerprint.json").stat().st_mtime_ns
+    before = place.stat().st_mtime_ns
     call("configure", folder, "-o", tmp_path / "second.yaml", "--preset", "resenc")
-    assert (folder / ".volseg" / "fingerprint.json").stat().st_mtime_ns == before, "the second plan reads no case"
+    assert place.stat().st_mtime_ns == before, "the second plan reads no case"
     assert load_config(tmp_path / "second.yaml").network.name == "ResEncUNet"
     result = call("train", file, "-o", tmp_path / "run", *QUICK)
     assert "| mean " in result.output
@@ -122,11 +125,10 @@ def test_train_takes_a_folder_and_goes_on_as_it_was_planned(folder, tmp_path):
         call("train", folder, "-o", run, *longer, "--resume", "--preset", "vnet")
 
 
-def test_an_override_that_no_config_takes_costs_no_reading(folder, tmp_path):
+def test_an_override_that_the_planned_config_does_not_take_is_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"training\.epoch: unknown key; did you mean 'epochs'\?"):
         call("train", folder, "-o", tmp_path / "run", "--set", "training.epoch=3")
-    assert not (folder / ".volseg").exists()
-    assert not (tmp_path / "run").exists()
+    assert not RunFolder(tmp_path / "run").exists
 
 
 def test_processes_of_a_launcher_do_not_plan_each_for_itself(folder, tmp_path, monkeypatch):
