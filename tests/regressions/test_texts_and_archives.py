@@ -1,7 +1,6 @@
 """Texts, archives and paths that led to untyped errors, other numbers, endless reading, or late refusals."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -176,9 +175,8 @@ finally:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("train my_dta", "did you mean the folder 'my_data'?"),
+        ("train my_dta", "did you mean 'my_data'?"),
         ("train task04_unett", "did you mean 'task04_unet'"),
-        ("train 4", "did you mean the folder 'Dataset004_Heart'?"),
         ("cross-validate my.yaml", "my.yaml cannot be read: No such file"),
         ("configure my_dta -o my.yaml", "my_dta does not exist; name the TaskNN_Name folder"),
         ("data check my_dta", "did you mean 'my_data'?"),
@@ -197,11 +195,7 @@ def test_a_path_that_does_not_exist_is_refused_before_torch_is_imported(tmp_path
         (tmp_path / name).mkdir()
     (tmp_path / "scan.nii.gz").touch()
     ran = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM, *words.split()],
-        cwd=tmp_path,
-        env={**os.environ, "nnUNet_raw": "."},
-        capture_output=True,
-        encoding="utf-8",
+        [sys.executable, "-P", "-c", PROGRAM, *words.split()], cwd=tmp_path, capture_output=True, encoding="utf-8"
     )
     assert ran.returncode == (2 if "Usage:" in ran.stderr else 1)
     assert message in " ".join(ran.stderr.replace("│", " ").split())

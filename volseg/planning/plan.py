@@ -9,10 +9,9 @@ from typing import Any
 
 from volseg.config.base import validated
 from volseg.config.describing import refer_to_schema
-from volseg.config.loading import load_config
+from volseg.config.loading import format_inline, load_config
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
-from volseg.config.yaml_values import dump_yaml
 from volseg.data.groups import GroupProposal
 from volseg.errors import ConfigError
 from volseg.files import replacing, require_new
@@ -245,16 +244,11 @@ def _list_lines(plan: Plan) -> Iterator[str]:
         indent = "  " if section else ""
         yield from _comment(setting.reason, indent)
         if key.isdigit():
-            yield f"{indent}- {_as_yaml(setting.value)}"
+            yield f"{indent}- {format_inline(setting.value)}"
         elif key:
-            yield f"{indent}{key}: {_as_yaml(setting.value)}"
+            yield f"{indent}{key}: {format_inline(setting.value)}"
 
 
 def _comment(text: str, indent: str = "") -> Iterator[str]:
     for line in textwrap.wrap(text, WIDTH - len(f"{indent}# ")):
         yield f"{indent}# {line}"
-
-
-def _as_yaml(value: Any) -> str:
-    text = dump_yaml(value, default_flow_style=True, width=float("inf"))
-    return text.removesuffix("...\n").rstrip("\n")
