@@ -203,15 +203,20 @@ def _differences(one: Any, other: Any, path: str) -> list[str]:
 
 def format_inline(value: Any) -> str:
     """Return a value as one line of YAML."""
-    if isinstance(value, ComponentConfig):
-        own = value.model_dump(mode="json", exclude_defaults=True)
-        value = {"name": value.name, **{key: each for key, each in own.items() if key != "name"}}
-    elif isinstance(value, BaseModel):
-        value = value.model_dump(mode="json")
-    elif isinstance(value, Path):
-        value = str(value)
-    text = dump_yaml(value, default_flow_style=True, width=float("inf"))
+    text = dump_yaml(_as_plain(value), default_flow_style=True, width=float("inf"))
     return text.removesuffix("...\n").rstrip("\n")
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, ComponentConfig):  # only what differs from the defaults
+        return {"name": value.name} | value.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, Mapping):
+        return {key: _as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 EXAMPLE = "optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}"
