@@ -175,8 +175,6 @@ finally:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("train my_dta", "did you mean 'my_data'?"),
-        ("train task04_unett", "did you mean 'task04_unet'"),
         ("cross-validate my.yaml", "my.yaml cannot be read: No such file"),
         ("configure my_dta -o my.yaml", "my_dta does not exist; name the TaskNN_Name folder"),
         ("data check my_dta", "did you mean 'my_data'?"),
@@ -184,7 +182,6 @@ finally:
         ("predict my_data scam.nii.gz", "did you mean 'scan.nii.gz'?"),
         ("evaluate --predictions my_data --labels nowhere", "nowhere does not exist; name a folder with a label map"),
         ("compare runs/first runs/second", "runs/first does not exist; name runs"),
-        ("train task04_cpu --set data.root=my_dta", "did you mean 'my_data'?"),
         ("train task04_cpu --set training.epoch=5", "did you mean 'epochs'?"),
         ("export my_dta -o model.zip", "did you mean 'my_data'?"),
         ("data fetch Tsk4_Hipocampus", "did you mean 'Task04_Hippocampus'"),

@@ -22,7 +22,6 @@ from volseg.cli.options import (
     Quiet,
     config_argument,
     gather_overrides,
-    require_data,
     verb,
 )
 from volseg.launched import read_launch
@@ -103,7 +102,6 @@ def train(
     elif preset or gpu_memory:
         raise typer.BadParameter(f"{config} is a config; --preset and --gpu-memory plan for a data set")
     loaded = experiment.load_config(config, overrides)
-    require_data(loaded.data.root)
     launch = read_launch()
     # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
     if restart and launch is None:
@@ -150,7 +148,6 @@ def cross_validate(
     # click gives an option one value, so numbers after `--folds 0` are arguments.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
-    require_data(loaded.data.root)
     crossed = experiment.cross_validate(loaded, folds=chosen, gpus=gpus, resume=resume)
     show(experiment.format_cross_validation(crossed))
     if crossed.failures:
@@ -187,7 +184,6 @@ def search(
     Needs Optuna: pip install optuna.
     """
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
-    require_data(experiment.load_config(config, overrides).data.root)
     record = experiment.search(
         config, over, overrides, trials=trials, gpus=gpus, metric=metric, minimize=minimize, pruner=pruner
     )
