@@ -1,24 +1,38 @@
-"""Which kernels a training runs with: torch.compile's, ours or torch's."""
+"""Which kernels a training runs with: torch.compile's, the fastest of those that it measures, ours or torch's."""
 
 import logging
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
+from in_group import in_group
 from monai.networks.nets import UNet
 from traced_graphs import trace_only
 
 from tests.experiment.conftest import latest
 from volseg import Hook
+from volseg.checkpointing.folder import RunFolder
+from volseg.config.sections import UNSETTLED_KERNELS
+from volseg.data.json_files import read_json
 from volseg.data.layouts import load_task
 from volseg.device import compiler_internals
-from volseg.errors import ConfigError
+from volseg.errors import CheckpointError, ConfigError, ParallelError
 from volseg.experiment import load_config, train, validate
-from volseg.experiment.placement import placed_network
+from volseg.experiment.placement import measured_kernels, placed_network
+from volseg.experiment.placement.measured_kernels import (
+    KINDS,
+    choose_fastest,
+    get_compiled,
+    resolve_kernels,
+    time_steps,
+)
+from volseg.experiment.placement.mesh_resolution import resolve_mesh
 from volseg.experiment.placement.placed_network import build_model
 from volseg.experiment.profiling import profile_training
 from volseg.models.fit_grid import FitGrid
-from volseg.parallel import CompiledNetwork, FastKernels
+from volseg.parallel import CompiledNetwork, DataParallel, FastKernels, Replicas
+from volseg.parallel.devices import is_main_process
 
 # float32: the two sum in another order, and six optimizer steps carry that on.
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-5}
@@ -32,12 +46,34 @@ def traced(monkeypatch):
     monkeypatch.setattr("volseg.experiment.placement.placed_network.explain_no_compiler", lambda device: None)
 
 
+@pytest.fixture
+def told_times(monkeypatch):
+    """Let the steps of each kind run, and take these milliseconds; return what was asked for."""
+    asked, real = [], measured_kernels.time_steps
+
+    def time_steps(config, *given, **named):
+        kind = config.training.kernels
+        asked.append(kind)
+        real(config, *given, **named)  # it draws numbers, and builds networks
+        return times[kind]
+
+    times = {"torch": 10.0, "compiled": 8.0}
+    monkeypatch.setattr(measured_kernels, "time_steps", time_steps)
+    return times, asked
+
+
 @pytest.fixture(scope="module")
 def longer(trained, tmp_path_factory):
     """Return the state of the plain training after a third epoch."""
     folder = shutil.copytree(trained.folder.path, tmp_path_factory.mktemp("longer") / "run")
     train(load_config(folder / "config.yaml", ["training.epochs=3", f"output={folder}"]), resume=True)
     return latest(folder)
+
+
+def assert_same_state(one, other):
+    torch.testing.assert_close(one.model, other.model, rtol=0, atol=0)
+    torch.testing.assert_close(one.average, other.average, rtol=0, atol=0)
+    torch.testing.assert_close(one.random["torch"], other.random["torch"], rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -82,7 +118,8 @@ def test_what_trains_is_compiled_and_what_predicts_is_plain(configured, task):
     assert model.net.pieces.count == 1  # compiled before the first step
     assert all(parameter.grad is None for parameter in model.parameters())
     plain = build_model(config, load_task(task), CPU, trains=False)
-    assert not isinstance(plain.net, CompiledNetwork)
+    assert get_compiled(plain) is None
+    assert get_compiled(DataParallel(model, Replicas(1, None, False))) is model.net
 
 
 def test_a_network_that_cannot_be_compiled_ends_the_run_before_it_begins(configured, monkeypatch):
@@ -100,11 +137,109 @@ def test_a_network_that_cannot_be_compiled_ends_the_run_before_it_begins(configu
         train(configured("training.kernels=compiled"))
 
 
-def test_kernels_that_time_chooses_fit_no_deterministic_training_and_no_profile(configured):
-    with pytest.raises(ConfigError, match=r"training\.kernels is compiled, where kernels are chosen by how long"):
-        configured("training.kernels=compiled", "training.deterministic=true")
+@pytest.mark.parametrize("kernels", sorted(UNSETTLED_KERNELS))
+def test_kernels_that_time_chooses_fit_no_deterministic_training_and_no_profile(configured, kernels):
+    with pytest.raises(ConfigError, match=rf"training\.kernels is {kernels}, where kernels are chosen by how long"):
+        configured(f"training.kernels={kernels}", "training.deterministic=true")
     with pytest.raises(ConfigError, match="belongs to no layer of the network"):
-        profile_training(configured("training.kernels=compiled"))
+        profile_training(configured(f"training.kernels={kernels}"))
+
+
+def test_what_was_measured_is_taken_leaves_no_other_trace_and_stays(configured, tmp_path, told_times, caplog):
+    times, asked = told_times
+    caplog.set_level(logging.INFO)
+    config, named = configured("training.kernels=measured"), f"output={tmp_path / 'named'}"
+    outcome = train(config)
+    assert asked == [*KINDS]
+    assert "training step with kernels torch 10 ms, compiled 8 ms: compiled; fast is not available" in caplog.text
+    train(configured("training.kernels=compiled", named))
+    assert_same_state(latest(config.folder), latest(tmp_path / "named"))
+    written = read_json(config.folder / "kernels.json")
+    assert (written["chosen"], written["milliseconds"]) == ("compiled", dict(times))
+    assert written["shape"] == [2, 1, 16, 16, 16]
+    assert "they are for GPUs" in written["refused"]["fast"]
+    assert outcome.folder.config().training.kernels == "measured"
+    report = outcome.folder.report_file.read_text(encoding="utf-8")
+    assert "compiled" in report.partition("Kernels")[2].partition("##")[0]
+
+    times["compiled"], times["torch"] = 20.0, 1.0
+    asked.clear()
+    train(configured("training.kernels=measured", "training.epochs=3"), resume=True)
+    assert not asked
+    train(configured("training.kernels=compiled", "training.epochs=3", named), resume=True)
+    assert_same_state(latest(config.folder), latest(tmp_path / "named"))
+    (config.folder / "kernels.json").write_text('{"chosen": "quick"}', encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"kernels\.json should say which kernels the run was begun with"):
+        train(configured("training.kernels=measured", "training.epochs=4"), resume=True)
+
+
+def test_a_run_that_was_not_measured_is_when_it_goes_on(trained, longer, configured, told_times):
+    times, asked = told_times
+    times["compiled"] = 12.0
+    folder = shutil.copytree(trained.folder.path, configured().folder)
+    train(configured("training.kernels=measured", "training.epochs=3"), resume=True)
+    assert asked == [*KINDS]
+    assert read_json(folder / "kernels.json")["chosen"] == "torch"
+    assert_same_state(latest(folder), longer)
+
+
+def test_a_later_kind_must_be_clearly_faster():
+    assert choose_fastest({"fast": 10.0, "torch": 9.8, "compiled": 9.8}) == "fast"
+    assert choose_fastest({"torch": 10.0, "compiled": 9.6}) == "compiled"
+    assert choose_fastest({"fast": 10.0, "torch": 9.0, "compiled": 8.9}) == "torch"
+    with pytest.raises(ConfigError, match=r"no kernels are available \(fast: they are for GPUs; torch: full\)"):
+        choose_fastest({}, {"fast": "they are for GPUs", "torch": "full"})
+
+
+def test_a_kind_without_memory_is_none(configured, task, monkeypatch):
+    def time_steps(config, *given, **named):
+        if config.training.kernels == "torch":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if config.training.kernels == "fast":
+            raise ConfigError("they are for GPUs")
+        return 5.0
+
+    monkeypatch.setattr(measured_kernels, "time_steps", time_steps)
+    config, task = configured("training.kernels=measured"), load_task(task)
+    config, mesh = resolve_mesh(config, CPU)
+    measured = measured_kernels.measure_kernels(config, mesh, task, CPU)
+    assert measured.refused["torch"] == "its step was out of memory"
+    assert measured.chosen == "compiled"
+
+
+def measure_together(config_file):
+    """Return what each of two processes takes, and whether the leader alone can run a step meanwhile."""
+    config = load_config(config_file, ["training.kernels=measured", "parallel.data=2"])
+    task = load_task(config.data.root)
+    config, mesh = resolve_mesh(config, CPU)
+    plain = config.model_copy(update={"training": config.training.model_copy(update={"kernels": "torch"})})
+    alone = time_steps(plain, task, CPU, shares=True) if is_main_process() else 1.0
+    asked = []
+
+    def tell(config, *given, **named):
+        asked.append((config.training.kernels, config.patch.batch, named["shares"]))
+        return {"fast": 3.0, "torch": 2.0, "compiled": 1.0}[config.training.kernels]
+
+    measured_kernels.time_steps = tell
+    try:
+        settled, found = resolve_kernels(RunFolder(config.folder), config, mesh, task, CPU, resume=False)
+    finally:
+        measured_kernels.time_steps = time_steps
+    return alone > 0, settled.training.kernels, asdict(found), asked
+
+
+def test_of_several_processes_the_leader_measures(config_file):
+    leader, member = in_group(2, measure_together, str(config_file))
+    assert leader[:3] == member[:3]
+    assert leader[:2] == (True, "compiled")
+    assert leader[3] == [(kind, 1, True) for kind in KINDS]
+    assert member[3] == []
+
+
+def test_replicas_do_not_measure_what_they_cannot_share(configured, task):
+    config = configured("training.kernels=compiled", "network.norm=batch")
+    with pytest.raises(ParallelError, match="replicas cannot share it: batch_norm is compiled"):
+        time_steps(config, load_task(task), CPU, shares=True)
 
 
 @pytest.fixture

@@ -102,6 +102,7 @@ def test_gathered_batches_are_followed_as_two_and_another_size_is_the_same_netwo
         (["training.record=false"], torch.bfloat16, {"kernels": ("torch",), "records": False}),
         (["training.kernels=torch"], torch.bfloat16, {"kernels": ("torch",), "records": True}),
         (["training.kernels=compiled"], torch.bfloat16, {"kernels": ("torch",), "records": True}),
+        (["training.kernels=measured"], torch.bfloat16, {"kernels": ("fast", "torch"), "records": True}),
         (["training.kernels=fast"], torch.float16, {"kernels": ("fast",), "records": False}),
         (["training.accumulate=2"], torch.bfloat16, {"kernels": ("torch",), "records": False}),
         (["parallel={spatial: 2}"], torch.bfloat16, {"data": None, "spatial": 2, "pipeline": 1}),

@@ -106,6 +106,7 @@ RULES: Mapping[str, ResumeRule] = {
     "plan of a run that was given a data set": ResumeRule("is kept", "the data may have changed", "planned.yaml"),
     "network, and spacing of the data": ResumeRule("is kept", "the data may have changed", "network.json"),
     "mesh of `parallel: auto`": ResumeRule("is kept", "sums keep their order; other numbers of GPUs choose anew"),
+    "kernels of `training.kernels: measured`": ResumeRule("is kept", "measured again, others may win", "kernels.json"),
     "what `parallel.on_oom: replan` changed": ResumeRule(
         "is kept", "the first way was out of memory", "replanned.json"
     ),

@@ -17,6 +17,7 @@ from volseg.config.parallel import MeshPlan, ParallelConfig, choose_num_processe
 from volseg.config.sections import (
     KERNELS_OF,
     PREVIOUS_STAGE,
+    UNSETTLED_KERNELS,
     DataConfig,
     LossConfig,
     MetricConfig,
@@ -146,9 +147,9 @@ class ExperimentConfig(ConfigModel):
                 f"training.kernels is {kernels}, which parallel.strategy: {strategy} does not run; it takes "
                 f"{' or '.join(KERNELS_OF[strategy])}"
             )
-        if self.training.deterministic and kernels == "compiled":
+        if self.training.deterministic and kernels in UNSETTLED_KERNELS:
             raise ValueError(
-                "training.kernels is compiled, where kernels are chosen by how long they take, and "
+                f"training.kernels is {kernels}, where kernels are chosen by how long they take, and "
                 "training.deterministic: true promises the same bits each time; set kernels to auto, fast or torch"
             )
         if self.training.patience is not None and self.training.validate_every is None:

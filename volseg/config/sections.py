@@ -259,13 +259,14 @@ class TrainingConfig(ConfigModel):
     the end, and the best checkpoint is the last."""
     patience: Count | None = None
     """Validations without a better Dice before the training stops; null: never."""
-    kernels: Literal["auto", "fast", "torch", "compiled"] = "auto"
+    kernels: Literal["auto", "fast", "torch", "compiled", "measured"] = "auto"
     """Kernels of a network on one GPU. ``fast``: volseg's, which ``parallel.strategy: spatial`` also runs on every GPU.
     ``torch``: torch's and cuDNN's. ``compiled``: torch.compile's for the training pass and torch's for evaluation; the
     step is still recorded. All compute the same up to round-off, and a run can be resumed, validated and used for
     prediction with any of them. ``auto`` takes the fast kernels where they pay: on a GPU that has them, if the step is
     recorded and computed in bfloat16 and all functions of the network have a fast kernel; else torch's, with the reason
-    in the log. ``fast`` and ``compiled`` are refused if unavailable."""
+    in the log. ``fast`` and ``compiled`` are refused if unavailable. ``measured`` times some steps with each at the
+    start of a training, takes the fastest, and keeps it when the run is resumed."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Layout of weights and activations on a GPU; auto measures which is faster for this network and patch, or takes
     contiguous in deterministic mode. The fast kernels always use channels last."""
@@ -295,9 +296,12 @@ class TrainingConfig(ConfigModel):
 
 
 KERNELS_OF = {
-    "none": ("auto", "fast", "torch", "compiled"),
+    "none": ("auto", "fast", "torch", "compiled", "measured"),
     "spatial": ("auto", "fast"),
     "pipeline": ("auto", "torch"),
     "auto": ("auto",),
 }
 """Choices of ``training.kernels`` by ``parallel.strategy``."""
+
+UNSETTLED_KERNELS = ("compiled", "measured")
+"""Choices of ``training.kernels`` that pick kernels by measured time, so that repeated runs may use different ones."""

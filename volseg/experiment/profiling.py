@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from volseg.config.schema import ExperimentConfig
+from volseg.config.sections import UNSETTLED_KERNELS
 from volseg.errors import ConfigError, VolsegError
 from volseg.estimate.candidate import Candidate, name_candidate
 from volseg.estimate.candidate_trace import trace_candidate
@@ -114,9 +115,9 @@ def profile_training(
     """
     if steps < 1:
         raise ConfigError(f"a profile needs at least one step, got {steps}")
-    if config.training.kernels == "compiled":
+    if config.training.kernels in UNSETTLED_KERNELS:
         raise ConfigError(
-            "training.kernels is compiled, and a compiled kernel belongs to no layer of the network; "
+            f"training.kernels is {config.training.kernels}, and a compiled kernel belongs to no layer of the network; "
             "profile with --set training.kernels=fast or torch"
         )
     check_components(config)

@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from volseg.experiment.building import build_hooks, build_objective, build_train
 from volseg.experiment.cases import choose_cases
 from volseg.experiment.network_plan import plan_network
 from volseg.experiment.placement.alternatives import build_candidate, explaining_memory, free_memory
+from volseg.experiment.placement.measured_kernels import KERNELS, resolve_kernels
 from volseg.experiment.placement.mesh_resolution import CaseReading, TrainingMesh, join_processes, resolve_mesh
 from volseg.experiment.placement.placed_network import build_model, choose_device, count_devices, require_room
 from volseg.experiment.placement.replanning import BeginAgain, Replanning
@@ -146,8 +147,7 @@ class _Run:
         self.plan = job.folder.plan() if self.resume else plan_network(given, self.chosen.task)
         config = self.replanning.settle(job, self.plan.complete(given), self.resume)
         config, mesh = resolve_mesh(config, self.device)
-        self.replanning.tried = build_candidate(config, mesh.plan, count_devices(config, self.device))
-        self.files |= self.replanning.files()
+        self._note_candidate(config, mesh)
         job.keep_mesh(config)
         seed_everything(config.seed)
         if self.resume:
@@ -157,6 +157,7 @@ class _Run:
         is_new = not self.resume and config.training.start_from is not None
         start = Start(config, self.chosen) if is_new else None
         self.reading = CaseReading(config, mesh, self.plan.spacing)
+        config = self._settle_kernels(config, mesh)
         self.model = build_model(config, self.chosen.task, self.device, mesh=mesh, begin=start)
         batches = self._make_batches(config, mesh)
         self._build_training(config, batches, loggers, hooks)
@@ -175,6 +176,20 @@ class _Run:
         build_objective(config, self.chosen.task)
         choose_channel(config, self.chosen.task)
         Postprocessing.keep_largest(self.chosen.task, config.inference.keep_largest)
+
+    def _note_candidate(self, config: ExperimentConfig, mesh: TrainingMesh) -> None:
+        self.replanning.tried = build_candidate(config, mesh.plan, count_devices(config, self.device))
+
+    def _settle_kernels(self, config: ExperimentConfig, mesh: TrainingMesh) -> ExperimentConfig:
+        """Return the config with the kernels to train with, measured if necessary."""
+        folder, task = self.job.folder, self.chosen.task
+        with self.signs.span("measuring") if config.training.kernels == "measured" else nullcontext():
+            config, measured = resolve_kernels(folder, config, mesh, task, self.device, resume=self.resume)
+        self.files |= self.replanning.files()
+        if measured is not None:
+            self._note_candidate(config, mesh)
+            self.files[KERNELS] = asdict(measured)
+        return config
 
     def _make_batches(self, config: ExperimentConfig, mesh: TrainingMesh) -> EpochBatches:
         """Return the batches. On a GPU they copy the training cases, which no other object holds afterwards."""

@@ -113,6 +113,8 @@ class RunRecord:
     status: run_files.RunStatus | None
     memory: Mapping[str, Any] | None
     replanned: Mapping[str, Any] | None
+    kernels: Mapping[str, Any] | None
+    """Measurements of kernels, if the config asks for them."""
     told: Told
     scores: Scores | None
     overlays: Mapping[str, Path]
@@ -169,6 +171,7 @@ def read_run(folder: str | Path) -> RunRecord:
         status=status,
         memory=read_json(folder / "memory.json", missing, "how much memory the GPUs took", optional=True),
         replanned=read_json(folder / "replanned.json", missing, "what was out of memory", optional=True),
+        kernels=_read_kernels(folder, config, missing),
         told=read_json(folder / TOLD, missing, "cases left out and published results", kind=_TOLD, optional=True)
         or Told(),
         scores=scores,
@@ -310,3 +313,9 @@ def _read_split(file: Path, missing: list[str]) -> dict[str, Sequence[str]]:
     content = read_json(file, missing, "which cases trained and which validated", kind=_SPLIT)
     first = content[0] if content else {}
     return {kind: first.get(key, ()) for kind, key in (("training", "train"), ("validation", "val"))}
+
+
+def _read_kernels(folder: Path, config: Mapping[str, Any], missing: list[str]) -> Mapping[str, Any] | None:
+    if (config.get("training") or {}).get("kernels") != "measured":
+        return None  # a file that is there is of a time when they were
+    return read_json(folder / "kernels.json", missing, "which kernels were measured, and taken")

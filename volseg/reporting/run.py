@@ -13,6 +13,7 @@ from volseg.reporting import content
 from volseg.reporting.reading import RunRecord, Scores
 from volseg.reporting.sections import (
     choose_extremes,
+    describe_kernels,
     describe_memory,
     describe_scores,
     describe_time_of_run,
@@ -57,6 +58,7 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
         compose.section(
             "Out of memory", lambda: [content.Text(record.told.replanned)] if record.told.replanned else [], brief=True
         ),
+        compose.section("Kernels", lambda: describe_kernels(record), brief=True),
         compose.section("Cases left out", lambda: _list_findings(record.told.problems), brief=True),
         compose.section("Cases to look at", lambda: _list_findings(record.told.remarks), brief=True),
         compose.section("Curves", lambda: _draw_curves(record)),

@@ -225,3 +225,12 @@ def describe_memory(record: RunRecord) -> list[content.Block]:
 
 def _list_gib(memory: Mapping[str, Any]) -> list[str]:
     return [f"{memory[key] / GIB:.2f}" if key in memory else "" for key in ("used", "reserved")]
+
+
+def describe_kernels(record: RunRecord) -> list[content.Block]:
+    """Return the measured and chosen kernels, if the config asks for measurements."""
+    if record.kernels is None:
+        return []
+    times = {kind: f"{ms:.3g} ms a step" for kind, ms in (record.kernels.get("milliseconds") or {}).items()}
+    lacking = {kind: f"not to be had: {reason}" for kind, reason in (record.kernels.get("refused") or {}).items()}
+    return [content.NamedValues({"taken": str(record.kernels.get("chosen")), **times, **lacking})]

@@ -60,15 +60,16 @@ def compile_beforehand(
         )
     dtype = choose_dtype(config.training.precision, gpu.capability)
     (kernels, *_) = list_kernels(config, dtype, gpu.capability >= CAPABILITY)
+    is_fast = kernels == "fast" or config.training.kernels == "measured"
     described = describe_training(config, dtype, load_facts(config, channels, classes))
     # Not captured, since tracing a capture takes longer. A capture runs the kernels of the steps before it.
-    candidate = Candidate(kernels=kernels, recorded=False)
+    candidate = Candidate(kernels="fast" if is_fast else "torch", recorded=False)
     has_driver, cores = count_gpus() > 0, len(os.sched_getaffinity(0))
     # Bound: a killed process would block further requests forever.
     compiling = Compiling(gpu.capability, cores, runs_here=has_driver, begin=partial(bind_copy, os.getpid()))
     hidden = setting_variables({"CUDA_VISIBLE_DEVICES": ""})  # autograd would initialise each visible GPU
     with hidden, compiling, hearing_calls(compiling.ask):
-        if kernels == "fast":
+        if is_fast:
             _follow_rehearsal(described.work, gpu)
         for size in config.patch.sizes:
             trace_candidate(at_size(described, size).work, candidate, gpu)

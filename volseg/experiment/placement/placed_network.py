@@ -312,10 +312,11 @@ def with_fast_kernels(
         If ``training.kernels`` is ``fast`` and they are not available.
     """
     wanted = config.training.kernels
-    if wanted in ("torch", "compiled") or (wanted == "auto" and device.type == "cpu"):
+    is_open = wanted in ("auto", "measured")  # a measured training has its result here
+    if wanted in ("torch", "compiled") or (is_open and device.type == "cpu"):
         return None
     reason = explain_absence(device)
-    if reason is None and wanted == "auto":
+    if reason is None and is_open:
         explain = explain_slowness if trains else _explain_slow_predictions
         reason = explain(config, Precision.choose(config.training.precision, device).dtype)
     if reason is None:
@@ -325,7 +326,7 @@ def with_fast_kernels(
             return _rehearse(network, shape, config, device)
         except ParallelError as fault:
             reason = str(fault).partition("\n")[0]
-    if wanted == "fast":
+    if not is_open:
         raise ConfigError(f"training.kernels is fast, but {reason}; set it to auto or torch")
     logger.info("training.kernels is auto and takes torch's: %s", reason)
     return None

@@ -224,6 +224,11 @@ def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
             "memory and times are those of torch's kernels: compiled kernels (training.kernels: compiled) cannot be "
             "traced, and take other memory and time"
         )
+    elif config.training.kernels == "measured":
+        yield (
+            "memory and times are those of the fast kernels, or torch's: if training.kernels: measured chooses "
+            "compiled ones, which cannot be traced, they differ"
+        )
 
 
 def at_size(described: Described, size: tuple[int, int, int]) -> Described:
