@@ -8,37 +8,38 @@
         journal.log              Optuna's journal
         search.json, search.html    trials, best values and charts
 
-The file of ``--over`` has for each key a range of numbers, or a list of choices::
-
-    optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}
-    patch.batch: {low: 2, high: 8, step: 2}
-    schedule.name: [polynomial, cosine]
-
 The trials train in processes that do not know the search. This process reads their ``history.jsonl``, reports each
 validation to Optuna, and stops a trial that Optuna prunes.
 """
 
-import json
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 
 from volseg.checkpointing.compatible import may_differ, refuse
 from volseg.checkpointing.folder import RunFolder
 from volseg.checkpointing.job_folder import only_process_in
 from volseg.config.base import validated
-from volseg.config.loading import build_config, differences, format_inline, path_override, read_config
+from volseg.config.loading import (
+    RangeConfig,
+    Space,
+    build_config,
+    differences,
+    list_samples,
+    path_override,
+    read_config,
+    read_space,
+)
 from volseg.config.nearest import did_you_mean
 from volseg.config.registry import explain_import
 from volseg.config.schema import ExperimentConfig
-from volseg.config.yaml_values import read_yaml
 from volseg.data.cases import Task
 from volseg.data.layouts import load_task
 from volseg.errors import ConfigError, VolsegError
@@ -63,14 +64,6 @@ PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "none
 
 LOOK_SECONDS = 1.0
 """Seconds between two reads of a trial's history."""
-
-EXAMPLE = "optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}"
-
-FIXED = {"output": "each trial has a folder of its own", "name": "it names the search"}
-"""Keys that a search cannot set."""
-
-Space = dict[str, Any]
-"""Keys with Optuna's distributions; choices have the form of ``--set``. A section precedes its keys."""
 
 STATES = {"COMPLETE": "finished", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
 """State of a trial, by Optuna's name."""
@@ -128,7 +121,7 @@ def search(
         import optuna  # an extra
     except ImportError as fault:
         raise ConfigError(f"volseg search {explain_import(fault)}") from fault
-    values, space = read_config(config), read_space(over, optuna.distributions)
+    values, space = read_config(config), read_space(over)
 
     def load(*settings: str) -> ExperimentConfig:
         loaded = build_config(values, [*overrides, *settings], config)
@@ -141,7 +134,7 @@ def search(
         raise ConfigError(f"no pruner is called {pruner!r}; {did_you_mean(pruner, PRUNERS)}")
     task = load_task(base.data.root, require_files=False)
     _require_metric(metric, base, task)
-    for setting in _list_samples(space):
+    for setting in list_samples(space):
         try:
             _require_metric(metric, load(setting), task)
         except ConfigError as fault:
@@ -152,7 +145,7 @@ def search(
     command += components_arguments()
     facts = {"task": task.name, "wanted": trials, "command": command, "environment": environment()}
     terms = {
-        "space": {key: _describe(of, optuna.distributions) for key, of in space.items()},
+        "space": to_jsonable_python(space),
         "metric": metric,
         "minimize": minimize,
         "config": base.located().model_dump(mode="json"),
@@ -181,67 +174,6 @@ def _require_metric(metric: str, config: ExperimentConfig, task: Task) -> None:
         )
     if metric not in (known := list_scores(config, task)):
         raise ConfigError(f"no validation gives the metric {metric!r}; {did_you_mean(metric, known)}")
-
-
-def read_space(path: str | Path, kinds: Any) -> Space:
-    """Read the file of ``volseg search --over``, without a check that a config has its keys.
-
-    Parameters
-    ----------
-    path : path
-        The YAML file.
-    kinds : module
-        ``optuna.distributions``.
-
-    Raises
-    ------
-    ConfigError
-        If the file is absent or not YAML, or a key has neither a range nor choices.
-    """
-    try:
-        values = read_yaml(Path(path), str(path))
-    except OSError as fault:
-        raise ConfigError(f"{path} cannot be read: {fault.strerror}; write lines such as {EXAMPLE}") from fault
-    if not isinstance(values, dict) or not values:
-        raise ConfigError(f"{path} must hold the keys to search over, in lines such as {EXAMPLE}")
-    keys = sorted(values, key=lambda key: str(key).count("."))
-    return {str(key): _read_values(str(key), values[key], path, kinds) for key in keys}
-
-
-def _read_values(key: str, values: Any, path: str | Path, kinds: Any) -> Any:
-    """Return Optuna's distribution of a range, of whole numbers if all its numbers are whole, or of choices."""
-    if key in FIXED:
-        raise ConfigError(f"{path}: {key} cannot be searched over: {FIXED[key]}")
-    try:
-        if isinstance(values, list) and values:
-            choices = tuple(map(format_inline, values))
-            if len(set(choices)) < len(choices):
-                raise ValueError("the choices must differ")
-            return kinds.CategoricalDistribution(choices)
-        numbers = {type(value) for name, value in values.items() if name != "log"}
-        if not numbers <= {int, float} or type(values.get("log", False)) is not bool:
-            raise ValueError("low, high and step are numbers, log is true or false")
-        with warnings.catch_warnings(action="error"):  # a step that does not divide the range
-            return (kinds.IntDistribution if numbers == {int} else kinds.FloatDistribution)(**values)
-    except (AttributeError, TypeError, ValueError, UserWarning) as fault:
-        raise ConfigError(
-            f"{path}: {key} needs a range such as {EXAMPLE}, or a list of choices; got {values!r}: {fault}"
-        ) from fault
-
-
-def _list_samples(space: Space) -> Iterator[str]:
-    """Yield an override for each choice, and for both ends of each range and a value between them."""
-    for key, of in space.items():
-        # Ends such as 2.0 may be whole when other values are not.
-        middle = None if hasattr(of, "choices") else of.low + (of.step or (of.high - of.low) / math.e)
-        for value in of.choices if middle is None else (of.low, min(middle, of.high), of.high):
-            yield f"{key}={value}"
-
-
-def _describe(distribution: Any, kinds: Any) -> Any:
-    """Return choices, or the settings of a range, as plain values."""
-    attributes = json.loads(kinds.distribution_to_json(distribution))["attributes"]
-    return attributes.get("choices", attributes)
 
 
 class _Study:
@@ -315,11 +247,12 @@ class _Study:
 
     def take_trials(self, count: int, space: Space) -> Iterator[PlannedTrial]:
         """Yield abandoned trials, then new ones until the study has ``count`` trials."""
+        kinds = {key: self._distribute(values) for key, values in space.items()}
         while True:
-            trial = self._take(count, space)
+            trial = self._take(count, kinds)
             if trial is None:
                 return
-            folder, settings = self._find_folder(trial.number), [f"{key}={trial.params[key]}" for key in space]
+            folder, settings = self._find_folder(trial.number), [f"{key}={trial.params[key]}" for key in kinds]
             try:
                 config = self.load(*settings, path_override("output", folder))
             except VolsegError as fault:  # values that do not fit together
@@ -329,7 +262,7 @@ class _Study:
             logger.info("trial %d: %s%s", trial.number, how, " ".join(settings))
             yield PlannedTrial(name=f"trial {trial.number}", config=config, trial=trial)
 
-    def _take(self, count: int, space: Space) -> Any:
+    def _take(self, count: int, kinds: Mapping[str, Any]) -> Any:
         trials = self._list()
         left = [each.number for each in trials if not each.state.is_finished() and each.number not in self._own]
         if left:
@@ -340,11 +273,20 @@ class _Study:
             # Another seed for each trial: a search that goes on would draw the same values again.
             (seed,) = np.random.SeedSequence((self.terms["config"]["seed"], len(trials))).generate_state(1)
             self.study.sampler = self.optuna.samplers.TPESampler(seed=int(seed), constant_liar=True)
-            trial = self.study.ask(space)
+            trial = self.study.ask(kinds)
         else:
             return None
         self._own[trial.number] = trial
         return trial
+
+    def _distribute(self, values: RangeConfig | Sequence[str]) -> Any:
+        """Return Optuna's form of a range or of choices."""
+        kinds = self.optuna.distributions
+        if not isinstance(values, RangeConfig):
+            return kinds.CategoricalDistribution(values)
+        if values.is_whole:
+            return kinds.IntDistribution(values.low, values.high, log=values.log, step=values.step or 1)
+        return kinds.FloatDistribution(values.low, values.high, log=values.log, step=values.step)
 
     def _find_folder(self, number: int) -> Path:
         return self.folder / f"trial_{number}"
