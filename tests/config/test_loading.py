@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from volseg.config.loading import differences, dump_config, load_config, override, path_override
+from volseg.config.loading import (
+    differences,
+    dump_config,
+    load_config,
+    override,
+    path_override,
+    require_sound_overrides,
+)
 from volseg.config.sections import LossConfig
 from volseg.errors import ConfigError
 
@@ -58,6 +65,23 @@ def test_an_override_reaches_into_a_list_and_a_component():
     assert override(values, "losses.0.weight=2")["losses"] == [{"name": "DiceLoss", "weight": 2}]
     assert override(values, "network.num_res_units=2")["network"] == {"name": "UNet", "num_res_units": 2}
     assert values["losses"] == [{"name": "DiceLoss"}]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("traning.epochs=3", "--set cannot be used:\n  traning: unknown key; did you mean 'training'?"),
+        ("data.keep=gpu", "data.keep: Input should be 'auto', 'device' or 'memory', got 'gpu'"),
+    ],
+)
+def test_an_override_that_no_config_takes_is_refused_before_there_is_one(assignment, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        require_sound_overrides([assignment])
+
+
+def test_an_override_that_some_config_takes_waits_for_it():
+    overrides = ["losses.0.factor=2", "network.filters=[8, 16]", "split.fold=7", "patch.batch=2", "optimizer.lr=0.1"]
+    assert require_sound_overrides(overrides)["losses"] == {"0": {"factor": 2}}
 
 
 def test_all_faults_are_told_at_once(write):

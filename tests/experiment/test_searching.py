@@ -1,5 +1,6 @@
-"""A search: trials are ordinary runs, pruned by their validations, and gone on with."""
+"""A search: trials are ordinary runs, pruned by their validations, shared by processes, and gone on with."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ from ready_python import acting_when, wait_until
 from training_hooks import press_ctrl_c
 from typer.testing import CliRunner
 
-from volseg.checkpointing.job_folder import only_process_in
 from volseg.cli import app
 from volseg.commands import run_module
 from volseg.config.loading import read_space
@@ -127,7 +127,7 @@ def test_locks_of_a_killed_search_are_links_to_files_as_optuna_then_takes_them_o
     monkeypatch.setattr(lock, "acquire", look)
     monkeypatch.chdir(tmp_path)
     search(config_file, over(), ["output=relative"], trials=0)
-    assert seen == {"journal.log.lock": True}
+    assert seen == {"taking.lock": True, "journal.log.lock": True}
 
 
 def test_ctrl_c_stops_the_trials_and_leaves_them_to_the_next_search(config_file, over, tmp_path):
@@ -138,9 +138,17 @@ def test_ctrl_c_stops_the_trials_and_leaves_them_to_the_next_search(config_file,
     assert load_checkpoint(checkpoint).progress > (0, 0)
 
 
-def test_one_process_at_a_time_searches_in_a_folder(config_file, over, tmp_path):
-    with only_process_in(tmp_path / "run"), pytest.raises(ConfigError, match=r"run is in use by process \d+ on"):
-        search(config_file, over(), SHORT, trials=1)
+def test_two_searches_share_the_trials_of_a_folder(config_file, over, tmp_path):
+    asked = command(config_file, over(), SHORT, "--trials", "3")
+    processes = [subprocess.Popen(asked, stdin=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    trials = open_study(tmp_path / "run").trials
+    assert [(trial.number, trial.state.name) for trial in trials] == [(number, "COMPLETE") for number in range(3)]
+    assert {trial.user_attrs["owner"]["pid"] for trial in trials} == {process.pid for process in processes}
+    assert len({json.dumps(trial.params) for trial in trials}) == 3
+    for number in range(3):
+        log = (tmp_path / "run" / f"trial_{number}.log").read_text(encoding="utf-8")
+        assert log.count("The run is in") == 1  # trained once
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Texts, archives and paths that led to untyped errors, other numbers, endless reading, or late refusals."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -175,6 +176,9 @@ finally:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("train my_dta", "did you mean 'my_data'?"),
+        ("train task04_unett", "did you mean 'task04_unet'"),
+        ("train 4", "did you mean 'Dataset004_Heart'?"),
         ("cross-validate my.yaml", "my.yaml cannot be read: No such file"),
         ("configure my_dta -o my.yaml", "my_dta does not exist; name the TaskNN_Name folder"),
         ("data check my_dta", "did you mean 'my_data'?"),
@@ -182,6 +186,7 @@ finally:
         ("predict my_data scam.nii.gz", "did you mean 'scan.nii.gz'?"),
         ("evaluate --predictions my_data --labels nowhere", "nowhere does not exist; name a folder with a label map"),
         ("compare runs/first runs/second", "runs/first does not exist; name runs"),
+        ("train task04_cpu --set data.root=my_dta", "did you mean 'my_data'?"),
         ("train task04_cpu --set training.epoch=5", "did you mean 'epochs'?"),
         ("export my_dta -o model.zip", "did you mean 'my_data'?"),
         ("data fetch Tsk4_Hipocampus", "did you mean 'Task04_Hippocampus'"),
@@ -192,7 +197,11 @@ def test_a_path_that_does_not_exist_is_refused_before_torch_is_imported(tmp_path
         (tmp_path / name).mkdir()
     (tmp_path / "scan.nii.gz").touch()
     ran = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM, *words.split()], cwd=tmp_path, capture_output=True, encoding="utf-8"
+        [sys.executable, "-P", "-c", PROGRAM, *words.split()],
+        cwd=tmp_path,
+        env={**os.environ, "nnUNet_raw": "."},
+        capture_output=True,
+        encoding="utf-8",
     )
     assert ran.returncode == (2 if "Usage:" in ran.stderr else 1)
     assert message in " ".join(ran.stderr.replace("│", " ").split())

@@ -15,7 +15,19 @@ from typer.core import TyperCommand, TyperGroup
 from volseg import experiment
 from volseg.config.nearest import suggest_path
 from volseg.errors import ConfigError
+from volseg.launched import read_launch
 from volseg.monitoring.console import add_to_logs
+
+
+def check_config(path: Path | None) -> Path | None:
+    """Raise if a config or data set does not exist, before torch is imported."""
+    from volseg.config.catalogue import list_shipped  # errors and paths: not for --help
+
+    if path is not None and not path.exists() and str(path) not in list_shipped():
+        from volseg.config.loading import load_config  # pydantic: only before an error
+
+        load_config(path)  # raises, and lists the known configs and folders
+    return path
 
 
 def check_exists(remedy: str) -> Callable[[Any], Any]:
@@ -47,7 +59,7 @@ class _PlainFlags:
 
 def config_argument(about: str) -> Any:
     """Return an argument that names a config."""
-    return Argument(metavar="CONFIG", help=about)
+    return Argument(metavar="CONFIG", help=about, callback=check_config)
 
 
 def source_argument(metavar: str, about: str, remedy: str) -> Any:
@@ -71,6 +83,15 @@ def verb(app: typer.Typer, panel: str | None, example: str, **settings: Any) -> 
 ConfigFile = Annotated[Path, config_argument("YAML file of the experiment.")]
 Channels = Annotated[int | None, Option(min=1, help="Number of channels, if the data set is absent.")]
 Classes = Annotated[int | None, Option(min=2, help="Number of classes with the background, if the data set is absent.")]
+
+
+def require_data(root: Path) -> None:
+    """Refuse a data set that does not exist, before torch is imported.
+
+    A rank of a job leaves this to the ranks together: only some of its machines may see the folder.
+    """
+    if read_launch() is None:
+        DATA_SET(root)
 
 
 Overrides = Annotated[

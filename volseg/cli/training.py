@@ -22,6 +22,7 @@ from volseg.cli.options import (
     Quiet,
     config_argument,
     gather_overrides,
+    require_data,
     verb,
 )
 from volseg.launched import read_launch
@@ -102,6 +103,7 @@ def train(
     elif preset or gpu_memory:
         raise typer.BadParameter(f"{config} is a config; --preset and --gpu-memory plan for a data set")
     loaded = experiment.load_config(config, overrides)
+    require_data(loaded.data.root)
     launch = read_launch()
     # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
     if restart and launch is None:
@@ -148,6 +150,7 @@ def cross_validate(
     # click gives an option one value, so numbers after `--folds 0` are arguments.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
+    require_data(loaded.data.root)
     crossed = experiment.cross_validate(loaded, folds=chosen, gpus=gpus, resume=resume)
     show(experiment.format_cross_validation(crossed))
     if crossed.failures:
@@ -167,7 +170,7 @@ def search(
     ],
     overrides: Overrides = None,
     output: Annotated[Path | None, Output(help="Folder for trial_0, trial_1 ...; default runs/NAME.")] = None,
-    trials: Annotated[int, Option(min=1, help="Trials in all, those of earlier calls too.")] = 20,
+    trials: Annotated[int, Option(min=1, help="Trials in all, of earlier calls and other machines too.")] = 20,
     gpus: Annotated[int, Option(min=1, help="Number of trials to train at a time, each on its own GPU.")] = 1,
     metric: Annotated[
         str, Option(help="Metric to compare, as TensorBoard names it, such as dice/LABEL.")
@@ -181,9 +184,10 @@ def search(
 ) -> None:
     """Train with many values of the config and find the best; run it again to continue.
 
-    Needs Optuna: pip install optuna.
+    Machines that share the folder share the trials. Needs Optuna: pip install optuna.
     """
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
+    require_data(experiment.load_config(config, overrides).data.root)
     record = experiment.search(
         config, over, overrides, trials=trials, gpus=gpus, metric=metric, minimize=minimize, pruner=pruner
     )

@@ -132,6 +132,26 @@ def validated(section: type[Section], values: Mapping[str, Any], source: str) ->
         raise ConfigError("\n  ".join([f"{source} cannot be used:", *told])) from None
 
 
+def require_sound_parts(section: type[Section], values: Mapping[str, Any], source: str) -> None:
+    """Raise as `validated` does for faults in ``values`` that no further values can correct.
+
+    Missing keys, items of lists that are not yet set, and rules that involve several keys are left to `validated`.
+    """
+    try:
+        section.model_validate(values)
+    except ValidationError as fault:
+        told = [_sentence(section, error) for error in fault.errors(include_url=False) if not _may_come_right(error)]
+        if told:
+            raise ConfigError("\n  ".join([f"{source} cannot be used:", *told])) from None
+
+
+def _may_come_right(error: Any) -> bool:
+    """Return whether further values of the section may correct a fault."""
+    came = error["input"]
+    is_part_of_list = isinstance(came, Mapping) and bool(came) and all(str(key).isdigit() for key in came)
+    return error["type"] in ("missing", "value_error") or is_part_of_list
+
+
 def _find_absurd_number(value: Any) -> float | int | None:
     """Return the first number in ``value``, nested ones included, that is not finite or exceeds 64 bits.
 

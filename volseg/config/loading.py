@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, model_validator
 
-from volseg.config.base import ComponentConfig, ConfigModel, Finite, validated
+from volseg.config.base import ComponentConfig, ConfigModel, Finite, require_sound_parts, validated
 from volseg.config.catalogue import list_shipped
 from volseg.config.nearest import did_you_mean, find_near_path
 from volseg.config.schema import ExperimentConfig
@@ -128,6 +128,21 @@ def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
     result = _assigned(values, keys, value, assignment)
     assert isinstance(result, dict)
     return result
+
+
+def require_sound_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values that overrides set, before the config exists.
+
+    Raises
+    ------
+    ConfigError
+        If an override sets an unknown key, or a value that its key never accepts.
+    """
+    values: dict[str, Any] = {}
+    for assignment in overrides:
+        values = override(values, assignment)
+    require_sound_parts(ExperimentConfig, values, "--set")
+    return values
 
 
 def path_override(key: str, path: str | Path) -> str:

@@ -1,5 +1,7 @@
 """Suggest known names and paths similar to an unknown one."""
 
+import glob
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,8 +22,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def find_near_path(path: Path) -> Path | None:
-    """Return the file or folder of a similar name beside a missing path, or None."""
-    if path.exists() or not path.parent.is_dir():
+    """Return what a missing path probably means, or None.
+
+    First nnU-Net's data set of the name or number, then a file or folder of a similar name in the same folder.
+    """
+    if path.exists():
+        return None
+    if raw := os.environ.get("nnUNet_raw"):  # noqa: SIM112 - the name is nnU-Net's
+        pattern = f"Dataset{int(path.name):03d}_*" if path.name.isdecimal() else glob.escape(path.name)
+        if found := sorted(Path(raw).glob(pattern)):
+            return found[0]
+    if not path.parent.is_dir():
         return None
     near = get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
     return path.parent / near[0] if near else None

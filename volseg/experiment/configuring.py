@@ -4,7 +4,6 @@ import json
 import logging
 import os
 from collections.abc import Sequence
-from functools import reduce
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -13,7 +12,7 @@ from volseg.checkpointing.folder import RunFolder
 from volseg.commands import spell
 from volseg.config.catalogue import shipped_config_path
 from volseg.config.describing import KINDS, KINDS_OF_FIELDS, describe_config, refer_to_schema, write_commented
-from volseg.config.loading import load_config, override
+from volseg.config.loading import load_config, require_sound_overrides
 from volseg.config.schema import ExperimentConfig
 from volseg.data import load_task
 from volseg.data.cases import Task
@@ -171,13 +170,14 @@ def plan_run(
     DataError
         As `configure`.
     """
+    chosen = require_sound_overrides(overrides)  # before minutes of reading
     if preset == CASCADE:
         raise ConfigError(
             f"a cascade is two trainings; volseg configure {quote(str(folder))} --preset cascade plans both"
         )
     name = choose_name(load_task(folder, require_files=False).name, preset)
-    values: dict[str, Any] = reduce(override, overrides, {"name": name})  # checked with the planned config
-    run = RunFolder(str(values.get("output") or f"runs/{values['name']}"))
+    values = {"name": name, **chosen}
+    run = RunFolder(Path(values.get("output") or Path("runs") / values["name"]))
     file = run.path / PLANNED
     if resume and file.is_file():
         if load_config(file).name != name:

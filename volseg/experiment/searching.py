@@ -5,7 +5,7 @@
     runs/NAME/
         trial_0/ trial_1/ ...    run folders
         trial_0.yaml, trial_0.log    config and log of its process
-        journal.log              Optuna's journal
+        journal.log              Optuna's journal, which several machines share
         search.json, search.html    trials, best values and charts
 
 The trials train in processes that do not know the search. This process reads their ``history.jsonl``, reports each
@@ -14,9 +14,12 @@ validation to Optuna, and stops a trial that Optuna prunes.
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from os import getpid
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,6 @@ from pydantic_core import to_jsonable_python
 
 from volseg.checkpointing.compatible import may_differ, refuse
 from volseg.checkpointing.folder import RunFolder
-from volseg.checkpointing.job_folder import only_process_in
 from volseg.config.base import validated
 from volseg.config.loading import (
     RangeConfig,
@@ -49,8 +51,17 @@ from volseg.experiment.own_components import components_arguments
 from volseg.experiment.report import attempt
 from volseg.experiment.several_runs import PlannedRun, require_own_folder, train_each
 from volseg.files import replace_nan
+from volseg.lifetime import is_running
 from volseg.monitoring.environment import environment
-from volseg.monitoring.run_files import HISTORY, STATUS, TIMES, read_history, read_status, read_times
+from volseg.monitoring.run_files import (
+    HISTORY,
+    STATUS,
+    TIMES,
+    read_history,
+    read_process_namespace,
+    read_status,
+    read_times,
+)
 from volseg.parallel.processes.workers import Worker
 from volseg.reporting import write_brief, write_report
 from volseg.reporting.several_runs import SEARCH, SearchRecord, read_search
@@ -61,6 +72,9 @@ JOURNAL, STUDY = "journal.log", "search"
 
 PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "none": "NopPruner"}
 """Names of ``--pruner``, and Optuna's names."""
+
+LOST_SECONDS = 600.0
+"""Seconds without a sign after which a trial of another machine is taken over."""
 
 LOOK_SECONDS = 1.0
 """Seconds between two reads of a trial's history."""
@@ -90,7 +104,7 @@ def search(
 ) -> SearchRecord:
     """Train a config repeatedly with other values to find the best ones; return all trials.
 
-    An existing search is continued: unfinished trials are resumed. One process at a time searches in a folder.
+    An existing search is continued: unfinished trials are resumed. Machines that share the folder share the trials.
 
     Parameters
     ----------
@@ -101,7 +115,7 @@ def search(
     overrides : sequence of str
         Such as ``training.epochs=20``, for all trials.
     trials : int
-        Trials in total, including those of earlier calls.
+        Trials in total, including those of earlier calls and of other machines.
     gpus : int
         Trials that train at a time, each on its own GPU. With 1, one by one, each as with ``volseg train``.
     metric : str
@@ -115,7 +129,7 @@ def search(
     ------
     ConfigError
         Before any training, if Optuna is not installed, a config cannot be run, a key or metric is unknown, or the
-        folder has another search, or is in use.
+        folder has another search.
     """
     try:
         import optuna  # an extra
@@ -129,7 +143,7 @@ def search(
         return loaded
 
     base = load()
-    require_own_folder(base, "search", "run the same command without it")
+    require_own_folder(base, "search", "run the same command once per machine")
     if pruner not in PRUNERS:
         raise ConfigError(f"no pruner is called {pruner!r}; {did_you_mean(pruner, PRUNERS)}")
     task = load_task(base.data.root, require_files=False)
@@ -150,14 +164,13 @@ def search(
         "minimize": minimize,
         "config": base.located().model_dump(mode="json"),
     }
-    with only_process_in(base.folder):
-        study = _Study(optuna, base.folder, PRUNERS[pruner], load, terms, facts)
-        try:
-            train_each(study.take_trials(trials, space), places, study.finish, study.watch)
-        finally:
-            study.release()
-            study.write()
-        return read_search(base.folder)
+    study = _Study(optuna, base.folder, PRUNERS[pruner], load, terms, facts)
+    try:
+        train_each(study.take_trials(trials, space), places, study.finish, study.watch)
+    finally:
+        study.release()
+        study.write()
+    return read_search(base.folder)
 
 
 def format_search(record: SearchRecord) -> str:
@@ -210,22 +223,27 @@ class _Study:
         self._next_look: dict[str, float] = {}
         """Time of the next read of a trial's history, by name."""
         self._pruned: set[str] = set()
+        folder.mkdir(parents=True, exist_ok=True)
+        journal = optuna.storages.journal
         # Optuna's lock is a link to its file. It outlives a killed process, and Optuna takes it over after 30 s without
-        # a change of the file; if the link leads nowhere (a relative path) Optuna waits for ever.
-        lines = str(folder.absolute() / JOURNAL)
-        self.storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(lines))
+        # a change of the file; if the link leads nowhere (no file, or a relative path) Optuna waits for ever.
+        self._taking, lines = (folder.absolute() / name for name in ("taking", JOURNAL))
+        self._taking.touch()
+        self._lock = journal.JournalFileSymlinkLock(str(self._taking))
+        self.storage = optuna.storages.JournalStorage(journal.JournalFileBackend(str(lines)))
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.study = optuna.create_study(
-            storage=self.storage,
-            study_name=STUDY,
-            direction="minimize" if terms["minimize"] else "maximize",
-            pruner=getattr(optuna.pruners, pruner)(),
-            load_if_exists=True,
-        )
-        begun = self.study.user_attrs.get("terms")
-        if begun is None:
-            self.study.set_user_attr("terms", terms)
-        else:
+        with self._locked():
+            self.study = optuna.create_study(
+                storage=self.storage,
+                study_name=STUDY,
+                direction="minimize" if terms["minimize"] else "maximize",
+                pruner=getattr(optuna.pruners, pruner)(),
+                load_if_exists=True,
+            )
+            begun = self.study.user_attrs.get("terms")
+            if begun is None:
+                self.study.set_user_attr("terms", terms)
+        if begun is not None:
             self._require_same(begun)
 
     def _require_same(self, begun: Mapping[str, Any]) -> None:
@@ -240,6 +258,16 @@ class _Study:
         if changed:
             refuse("every other key", self.folder, changes="; ".join(changed), kind="search")
 
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes and machines from taking trials."""
+        self._lock.acquire()
+        try:
+            self._taking.touch()  # others wait anew
+            yield
+        finally:
+            self._lock.release()
+
     def _list(self) -> list[Any]:
         """Return all trials in their order, with Optuna's current state."""
         trials: list[Any] = self.study.get_trials(deepcopy=False)
@@ -249,7 +277,8 @@ class _Study:
         """Yield abandoned trials, then new ones until the study has ``count`` trials."""
         kinds = {key: self._distribute(values) for key, values in space.items()}
         while True:
-            trial = self._take(count, kinds)
+            with self._locked():
+                trial = self._take(count, kinds)
             if trial is None:
                 return
             folder, settings = self._find_folder(trial.number), [f"{key}={trial.params[key]}" for key in kinds]
@@ -264,18 +293,20 @@ class _Study:
 
     def _take(self, count: int, kinds: Mapping[str, Any]) -> Any:
         trials = self._list()
-        left = [each.number for each in trials if not each.state.is_finished() and each.number not in self._own]
+        left = [each.number for each in trials if not each.state.is_finished() and self._is_abandoned(each)]
         if left:
             study_id = self.storage.get_study_id_from_name(STUDY)
             trial_id = self.storage.get_trial_id_from_study_id_trial_number(study_id, left[0])
             trial = self.optuna.trial.Trial(self.study, trial_id)
         elif len(trials) < count:
-            # Another seed for each trial: a search that goes on would draw the same values again.
+            # Another seed for each trial: processes that share a seed would try the same values.
             (seed,) = np.random.SeedSequence((self.terms["config"]["seed"], len(trials))).generate_state(1)
             self.study.sampler = self.optuna.samplers.TPESampler(seed=int(seed), constant_liar=True)
             trial = self.study.ask(kinds)
         else:
             return None
+        owner = {"host": socket.gethostname(), "space": read_process_namespace(), "pid": getpid(), "since": time.time()}
+        trial.set_user_attr("owner", owner)
         self._own[trial.number] = trial
         return trial
 
@@ -287,6 +318,19 @@ class _Study:
         if values.is_whole:
             return kinds.IntDistribution(values.low, values.high, log=values.log, step=values.step or 1)
         return kinds.FloatDistribution(values.low, values.high, log=values.log, step=values.step)
+
+    def _is_abandoned(self, frozen: Any) -> bool:
+        """Return whether nobody trains a trial any more: its search has ended, or was not heard of for long."""
+        if frozen.number in self._own:
+            return False
+        owner = frozen.user_attrs.get("owner")
+        if not owner:
+            return True
+        is_here = (owner["host"], owner["space"]) == (socket.gethostname(), read_process_namespace())
+        if is_here and (owner["pid"] == getpid() or not is_running(owner["pid"])):
+            return True
+        status = read_status(self._find_folder(frozen.number) / STATUS)
+        return time.time() - max(owner["since"], 0.0 if status is None else status.time) > LOST_SECONDS
 
     def _find_folder(self, number: int) -> Path:
         return self.folder / f"trial_{number}"
@@ -341,8 +385,9 @@ class _Study:
         del self._own[trial.number]
 
     def release(self) -> None:
-        """Leave the stopped trials to the next search."""
-        self._own.clear()
+        """Release the stopped trials for the next search."""
+        for trial in self._own.values():
+            trial.set_user_attr("owner", None)
 
     def write(self) -> None:
         """Write the state of all trials, and their page."""
@@ -352,7 +397,7 @@ class _Study:
         attempt("search.html was not written", lambda: write_report(self.folder))
 
     def _describe(self, frozen: Any) -> dict[str, Any]:
-        is_left = frozen.state.name == "RUNNING" and frozen.number not in self._own
+        is_left = frozen.state.name == "RUNNING" and not frozen.user_attrs.get("owner")
         return {
             "number": frozen.number,
             "state": "interrupted" if is_left else STATES[frozen.state.name],
