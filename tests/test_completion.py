@@ -4,12 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-from volseg.cli.options import complete_config, complete_kind, complete_run
-from volseg.experiment import REGISTRIES
 
 # The first word of what bash is given is how it calls the program: here not installed, but put on the path.
 PROGRAM = f"#!{sys.executable}\nfrom volseg.cli import main\nmain()\n"
@@ -22,15 +18,7 @@ done
 """
 
 
-ASKED = {
-    "tra": ["train"],
-    "train --set training.ep": ["training.epochs="],
-    "train task04_u": ["task04_unet"],
-    "verify x --network VN": ["VNet"],
-    "predict runs/f": ["runs/first"],
-    "doctor --q": ["--quick"],
-    "init --like msd/task09": ["msd/task09_spleen"],
-}
+ASKED = {"tra": ["train"], "doctor --q": ["--quick"]}
 """What is typed, and what bash offers."""
 
 
@@ -43,9 +31,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     program = folder / "volseg"
     program.write_text(PROGRAM, encoding="utf-8")
     program.chmod(0o755)
-    (folder / "runs" / "first").mkdir(parents=True)
-    (folder / "runs" / "first" / "config.yaml").touch()
-    (folder / "runs" / "other").mkdir()
     ran = subprocess.run(
         ["bash", "-c", ASK],
         input="\n".join(ASKED) + "\n",
@@ -64,35 +49,8 @@ def test_bash_is_answered(answers: dict[str, list[str]], asked: str) -> None:
 
 
 def test_an_answer_takes_no_import_of_torch() -> None:
-    ask = {
-        **os.environ,
-        "_VOLSEG_COMPLETE": "complete_bash",
-        "COMP_WORDS": "volseg train --set seed",
-        "COMP_CWORD": "3",
-    }
+    ask = {**os.environ, "_VOLSEG_COMPLETE": "complete_bash", "COMP_WORDS": "volseg doctor --q", "COMP_CWORD": "2"}
     code = "import sys; sys.argv = ['volseg']\nfrom volseg.cli import app\ntry:\n    app(prog_name='volseg')\n"
     code += "finally:\n    sys.stderr.write(str('torch' in sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], env=ask, capture_output=True, encoding="utf-8")
-    assert (ran.stdout.split(), ran.stderr) == (["seed="], "False")
-
-
-def test_files_come_before_configs_that_come_with_volseg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert complete_config("task04_u") == ["task04_unet"]
-    (tmp_path / "task04_mine.yaml").touch()
-    assert complete_config("task04") == []  # bash offers the file
-    assert complete_config("nowhere/") == []
-
-
-def test_runs_are_found_here_and_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for run in ("runs/a", "runs/cv/fold_0", "own"):
-        (tmp_path / run).mkdir(parents=True)
-        (tmp_path / run / "config.yaml").touch()
-    assert complete_run("") == ["own", "runs/a", "runs/cv"]
-    assert complete_run("runs/c") == ["runs/cv"]
-    assert complete_run("runs/cv/") == ["runs/cv/fold_0"]
-
-
-def test_every_kind_is_offered() -> None:
-    assert complete_kind("") == sorted(REGISTRIES)
+    assert (ran.stdout.split(), ran.stderr) == (["--quick"], "False")

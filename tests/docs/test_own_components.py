@@ -1,11 +1,8 @@
 """The pages about a user's own parts and about fine-tuning do what they say: every block of them is run."""
 
-import re
 import shlex
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 from documented import ROOT, read_blocks
@@ -37,9 +34,9 @@ def run(line):
     return result.output
 
 
-def test_the_page_about_ones_own_components_runs(tmp_path, monkeypatch):
-    file, call, package = blocks("own-components.md", "python")
-    (config,), (commands,), (entries,) = (blocks("own-components.md", kind) for kind in ("yaml", "sh", "toml"))
+def test_the_page_about_ones_own_components_runs(tmp_path):
+    file, call = blocks("own-components.md", "python")
+    (config,), (commands,) = (blocks("own-components.md", kind) for kind in ("yaml", "sh"))
     Path("components.py").write_text(file, encoding="utf-8")
     Path("config.yaml").write_text(config, encoding="utf-8")
     said = "".join(run(line) for line in commands.splitlines())
@@ -51,21 +48,6 @@ def test_the_page_about_ones_own_components_runs(tmp_path, monkeypatch):
     plain = ["losses=[{name: DiceCELoss}]", "augmentation={}", "hooks=[]", "preprocessing=[{name: ZScore}]"]
     plain += ["schedule={name: cosine}"]
     train(load_config("config.yaml", [*plain, "network={name: OneLayer}", "output=runs/called"]))
-
-    site = tmp_path / "site"
-    info = site / "tiny_package-0.1.dist-info"
-    info.mkdir(parents=True)
-    (site / "tiny_package.py").write_text(package, encoding="utf-8")
-    (info / "METADATA").write_text(METADATA, encoding="utf-8")
-    groups = re.findall(r'\[project\.entry-points\."([\w.]+)"\]\n"?([\w.]+)"? = "([\w.:]+)"', entries)
-    points = "".join(f"[{group}]\n{name} = {value}\n" for group, name, value in groups)
-    (info / "entry_points.txt").write_text(points, encoding="utf-8")
-    monkeypatch.syspath_prepend(site)
-    train(load_config("config.yaml", [*plain, "network={name: PackedNet}", "output=runs/packed"]))
-    np.save("scan.npy", np.random.default_rng(0).random((20, 20, 20)))
-    run("volseg predict runs/packed scan.npy -o predicted")
-    assert Path("predicted/scan.nii.gz").exists()
-    sys.modules.pop("tiny_package")
 
 
 def test_the_page_about_fine_tuning_runs():

@@ -14,10 +14,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from volseg.cli import app, main
-from volseg.cli.options import SETTINGS
-from volseg.config.catalogue import shipped_config_path
 from volseg.errors import ConfigError, DataError, VolsegError
-from volseg.experiment import load_config, quickstart
+from volseg.experiment import quickstart
 from volseg.models.networks import NETWORKS
 
 pytestmark = pytest.mark.usefixtures("ready_python")
@@ -35,29 +33,6 @@ def test_every_verb_has_help_with_an_example(verb):
     assert result.exit_code == 0
     assert f"Example: volseg {verb}" in result.output
     assert "<bool>" not in result.output  # a flag takes no value
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        (["--epochs", "3"], "training.epochs=3"),
-        (["--lr=0.1"], "optimizer.lr=0.1"),
-        (["--batch-size"], "patch.batch=VALUE"),
-        (["--fold", "-o"], "split.fold=VALUE"),
-    ],
-)
-def test_a_value_of_the_config_that_is_given_as_an_option_is_spelled(typed, meant):
-    for verb in ("train", "cross-validate"):
-        result = CliRunner().invoke(app, [verb, "task04_cpu", *typed], env={"COLUMNS": "200"})
-        assert result.exit_code == 2
-        assert f"--set {meant}" in result.output
-
-
-def test_every_value_that_is_spelled_is_one_of_the_config():
-    for key in SETTINGS.values():
-        node = load_config(shipped_config_path("task04_unet"), ["data.root=x"]).model_dump()
-        for part in key.split("."):
-            node = node[part]
 
 
 def test_a_fault_is_one_message_without_traceback(config_file, monkeypatch, capsys):

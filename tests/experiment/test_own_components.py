@@ -1,9 +1,7 @@
 """A run with parts of the user's own: trained, gone on with, predicted, validated, by several processes."""
 
 import json
-import sys
 
-import nibabel
 import numpy as np
 import pytest
 import torch
@@ -333,80 +331,6 @@ def test_a_file_that_cannot_be_run_says_where_and_registers_nothing(tmp_path, co
     assert "B" not in REGISTRIES["network"]
     with pytest.raises(ConfigError, match=r"gone\.py cannot be read"):
         volseg.load_components([tmp_path / "gone.py"])
-
-
-PACKAGE = {
-    "volseg_tiny.py": """
-from torch import nn
-
-
-class PackedNet(nn.Conv3d):
-    def __init__(self, in_channels, out_channels):
-        super().__init__(in_channels, out_channels, 3, padding=1)
-
-
-def read(path):
-    import numpy
-    from volseg.data import as_volume
-
-    voxels = numpy.load(path)
-    return as_volume(voxels[None], numpy.eye(4), path, stored=voxels.dtype)
-""",
-    "volseg_tiny-1.2.dist-info/METADATA": "Metadata-Version: 2.1\nName: volseg-tiny\nVersion: 1.2\n",
-    "volseg_tiny-1.2.dist-info/entry_points.txt": """
-[volseg.networks]
-PackedNet = volseg_tiny:PackedNet
-Broken = volseg_tiny:Gone
-Number = volseg_tiny:__name__
-VNet = volseg_tiny:PackedNet
-
-[volseg.readers]
-.npy = volseg_tiny:read
-""",
-}
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Return the folder of an installed package that offers components."""
-    for name, content in PACKAGE.items():
-        file = tmp_path / "site" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content, encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    yield tmp_path / "site"
-    sys.modules.pop("volseg_tiny", None)
-
-
-def test_an_installed_package_offers_components_which_are_loaded_when_they_are_asked_for(
-    package, own, task, tmp_path, monkeypatch
-):
-    config, _ = own
-    plain = ["preprocessing=[{name: ZScore}]", "augmentation={}", "losses=[{name: DiceCELoss}]", "hooks=[]"]
-    plain += ["optimizer={name: SGD, lr: 0.01}", "schedule={name: cosine}", "training.epochs=1"]
-    sets = [part for one in plain for part in ("--set", one)]
-    call("train", config, *sets, "--set", "network={name: PackedNet}")
-    told = json.loads((tmp_path / "run" / "components.json").read_text(encoding="utf-8"))
-    assert told == [{"kind": "network", "name": "PackedNet", "from": {"package": "volseg-tiny", "version": "1.2"}}]
-    for name, message in (
-        ("Broken", "network Broken of the package volseg-tiny 1.2 cannot be loaded (AttributeError"),
-        ("Number", "it is a str, no class or function"),
-        ("VNet", "volseg itself and the package volseg-tiny 1.2 each have a network called 'VNet'"),
-    ):
-        other = ("--set", f"network={{name: {name}}}", "-o", tmp_path / "other")
-        assert message in refuse("train", config, *sets, *other)
-    listed = call("components", "network")
-    assert "PackedNet                        package volseg-tiny 1.2" in listed
-    assert "CANNOT BE USED" in listed
-    assert "UNet" in listed
-    # Its reader: a file of a type that volseg does not know.
-    (image,) = (task / "imagesTs").iterdir()
-    np.save(tmp_path / "scan.npy", np.asanyarray(nibabel.load(image).dataobj))
-    call("predict", tmp_path / "run", tmp_path / "scan.npy", "-o", tmp_path / "out")
-    assert (tmp_path / "out" / "scan.nii.gz").exists()
-    monkeypatch.undo()  # as if it were uninstalled
-    said = refuse("validate", tmp_path / "run")
-    assert "network 'PackedNet' from package volseg-tiny 1.2. Give it by installing it: pip install" in said
 
 
 @pytest.mark.parametrize(

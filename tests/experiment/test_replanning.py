@@ -310,7 +310,7 @@ def test_a_run_that_was_replanned_and_lost_goes_on_as_it_was_or_is_asked_for(con
     assert message in caplog.text
 
 
-STRANGE = [["data.root=/etc"], ["training.epochs=9"], ["parallel.devices"], ["parallel.devises=1"], [1], None]
+STRANGE = [["data.root=/etc"], ["training.epochs=9"], [1], None]
 DAMAGED = [("asked", None), ("asked", "abc"), *(("overrides", each) for each in STRANGE), ("unknown", 1)]
 
 

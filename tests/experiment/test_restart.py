@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from tests.experiment.conftest import latest, write_config
 from volseg import Checkpoints, Hook
 from volseg.checkpointing.compatible import load_finished_report
-from volseg.checkpointing.ranks import LOCK
+from volseg.checkpointing.job_folder import LOCK
 from volseg.cli import app
 from volseg.config.loading import format_config, load_config
 from volseg.errors import CheckpointError, ConfigError, DataError

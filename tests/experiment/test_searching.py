@@ -210,7 +210,7 @@ def test_choices_are_what_set_takes_and_sections_come_first(over):
         over("optimizer.lr: {low: 1, high: 2.5, step: 0.5}\noptimizer: [{name: SGD}]\nseed: [1, '1', null, [8]]")
     )
     assert list(space) == ["optimizer", "seed", "optimizer.lr"]
-    assert (space["optimizer"], space["seed"]) == (("{name: SGD}",), ("1", '"1"', "null", "[8]"))
+    assert (space["optimizer"], space["seed"]) == (("{name: SGD}",), ("1", "'1'", "null", "[8]"))
     assert not space["optimizer.lr"].is_whole
     with pytest.raises(ConfigError, match=r"none\.yaml cannot be read: No such file .*; write lines such as"):
         read_space("none.yaml")

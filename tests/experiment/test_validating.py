@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from volseg.checkpointing.ranks import only_process_in
+from volseg.checkpointing.job_folder import only_process_in
 from volseg.cli import app
 from volseg.data import load_task
 from volseg.data.readers import read_label

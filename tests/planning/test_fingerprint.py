@@ -13,8 +13,8 @@ from volseg.data.synthetic import make_task
 from volseg.errors import DataError
 from volseg.planning.fingerprint import (
     Fingerprint,
+    fingerprint_path,
     keep_fingerprint,
-    list_fingerprint_paths,
     load_fingerprint,
     take_fingerprint,
 )
@@ -184,38 +184,27 @@ def rename_label(task):
 )
 def test_it_is_kept_until_something_changes(task, change, kept):
     taken = take_fingerprint(task)
-    assert keep_fingerprint(taken, task) == task.root / ".volseg" / "fingerprint.json"
+    assert keep_fingerprint(taken, task) == fingerprint_path(task)
     change(task)
     assert load_fingerprint(load_task(task.root)) == (taken if kept else None)
 
 
-def test_a_folder_that_cannot_be_written_to_leaves_it_in_the_cache(task, tmp_path):
-    taken = take_fingerprint(task)
-    (task.root / ".volseg").write_text("a file in the folder's place", encoding="utf-8")
-    place = keep_fingerprint(taken, task)
-    assert place == list_fingerprint_paths(task)[1]
-    assert place.is_relative_to(tmp_path / "cache")
-    assert load_fingerprint(task) == taken
-
-
 def test_where_nothing_can_be_written_it_is_said(task, tmp_path, caplog):
-    (task.root / ".volseg").write_text("", encoding="utf-8")
     (tmp_path / "cache").write_text("", encoding="utf-8")
     assert keep_fingerprint(take_fingerprint(task), task) is None
     assert "the fingerprint of Task00_Synthetic cannot be kept" in caplog.text
 
 
-def test_without_a_cache_it_is_kept_beside_the_data_only(task, monkeypatch):
+def test_without_a_cache_none_is_kept(task, monkeypatch):
     monkeypatch.setenv("VOLSEG_CACHE", "none")  # once an AssertionError, at the start of `volseg train FOLDER`
-    taken = take_fingerprint(task)
-    assert keep_fingerprint(taken, task) == task.root / ".volseg" / "fingerprint.json"
-    assert load_fingerprint(task) == taken
+    assert keep_fingerprint(take_fingerprint(task), task) is None
+    assert load_fingerprint(task) is None
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"key": 1}', "null"])
 def test_a_damaged_one_is_taken_anew(task, content, caplog):
-    place = list_fingerprint_paths(task)[0]
-    place.parent.mkdir()
+    place = fingerprint_path(task)
+    place.parent.mkdir(parents=True)
     place.write_text(content, encoding="utf-8")
     assert load_fingerprint(task) is None
     assert content == '{"key": 1}' or "is no fingerprint" in caplog.text

@@ -11,7 +11,7 @@ module             holds
 ``compatible``     the table of what may differ between a run and its continuation, and the checks
 ``components``     the record of the user's own components
 ``folder``         the files of a run folder
-``ranks``          which process of a job writes the run folder, and its lock
+``job_folder``     which process of a job writes the run folder, its lock, and whether the run resumes
 =================  =================================================================================================
 
 The first two are independent of configs; `volseg.workflow` uses them. The others belong to runs from a config.

@@ -1,7 +1,7 @@
 """Check what may differ between a run and its continuation: one table of rules, and checks that enforce it.
 
 `RULES` is the table; docs/interrupted.md prints it. Each check compares the run folder with the current config and
-data, and raises the message of its rule.
+data, and raises the message of its rule. `JobFolder.claim` decides first whether a run resumes, and checks its config.
 """
 
 from collections.abc import Mapping
@@ -101,7 +101,6 @@ RULES: Mapping[str, ResumeRule] = {
         "components.json",
         "{change}. Go on with {way}, or start a new run with another --output",
     ),
-    "versions of packages of components": ResumeRule("may differ", "another version is logged", "components.json"),
     "tensors of the network, groups of the optimizer": ResumeRule("must be equal", "a state must fit", "checkpoints"),
     "the GPUs": ResumeRule("may differ", "the random state of a GPU that is absent is left out", "checkpoints"),
     "plan of a run that was given a data set": ResumeRule("is kept", "the data may have changed", "planned.yaml"),

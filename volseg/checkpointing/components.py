@@ -5,7 +5,6 @@ the user names them by ``--components``.
 """
 
 import logging
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +26,6 @@ logger = logging.getLogger(__name__)
 
 RECORD, FILES = "components.json", "components"
 """The record, and the folder of copies."""
-
-PACKAGE, VERSION = (
-    re.compile(pattern, re.ASCII) for pattern in (r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", r"[A-Za-z0-9.!+_-]+")
-)
-"""Patterns of package names (PEP 508) and of versions (PEP 440)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +128,6 @@ def _describe_remedy(folder: Path, source: Source) -> str:
 
     The source may come from another user's run: a shell must not run any part of it.
     """
-    if source.package is not None:
-        if PACKAGE.fullmatch(source.package) is None or VERSION.fullmatch(source.version or "") is None:
-            return "installing its package; what the run's components.json holds is no name and version of one"
-        return f"installing it: pip install {source.package}=={source.version}"
     if source.file is not None:
         file, copy = quote(source.file), quote(str(copy_path(folder, source)))
         return f"--components {file} as it was then, of which {copy} is a copy (read it first)"

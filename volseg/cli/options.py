@@ -1,11 +1,10 @@
-"""Define options and arguments that verbs share, and their shell completion, without importing torch.
+"""Define options and arguments that verbs share, without importing torch.
 
-typer completes verbs and options, the shell completes files.
+typer completes verbs and options in a shell, the shell completes files.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,59 +17,6 @@ from volseg.config.nearest import suggest_path
 from volseg.errors import ConfigError
 from volseg.launched import read_launch
 from volseg.monitoring.console import add_to_logs
-
-
-def complete_key(incomplete: str) -> list[str]:
-    """Return the keys of a config that begin with the typed text, each followed by ``=``."""
-    from volseg.config.describing import list_keys, read_schema  # pydantic: only for completion
-
-    return [f"{key}=" for key in list_keys(read_schema()) if key.startswith(incomplete)]
-
-
-def complete_network(incomplete: str) -> list[str]:
-    """Return the networks that come with volseg and begin with the typed text."""
-    from volseg.config.describing import list_names, read_schema  # pydantic: only for completion
-
-    return [name for name in list_names(read_schema(), "network") if name.lower().startswith(incomplete.lower())]
-
-
-def complete_kind(incomplete: str) -> list[str]:
-    """Return the kinds of components that begin with the typed text."""
-    from volseg.config.describing import KINDS, KINDS_OF_FIELDS  # pydantic: only for completion
-
-    kinds = {*KINDS.values(), *KINDS_OF_FIELDS.values(), "reader"}
-    return sorted(kind for kind in kinds if kind.startswith(incomplete))
-
-
-def complete_shipped(incomplete: str) -> list[str]:
-    """Return the configs that come with volseg and begin with the typed text."""
-    from volseg.config.catalogue import list_shipped  # errors and paths: only for completion
-
-    return [name for name in list_shipped() if name.startswith(incomplete)]
-
-
-def complete_config(incomplete: str) -> list[str]:
-    """Return configs that come with volseg, unless files begin with the typed text; then the shell completes files."""
-    typed = Path(incomplete)
-    above = typed if incomplete.endswith("/") else typed.parent
-    begun = "" if incomplete.endswith("/") else typed.name
-    is_there = bool(begun) and above.is_dir() and any(path.name.startswith(begun) for path in above.iterdir())
-    return [] if is_there else complete_shipped(incomplete)
-
-
-def complete_run(incomplete: str) -> list[str]:
-    """Return folders of trainings and cross-validations, in the typed folder or in ``runs``."""
-    typed = Path(incomplete)
-    above = typed if incomplete.endswith("/") else typed.parent
-    folders = [*_list_runs(above), *([] if "/" in incomplete else _list_runs(Path("runs")))]
-    return sorted({str(folder) for folder in folders if str(folder).startswith(incomplete) or not incomplete})
-
-
-def _list_runs(folder: Path) -> Iterator[Path]:
-    """Yield the subfolders that a training wrote."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if (path / "config.yaml").is_file() or (path / "fold_0").is_dir():
-            yield path
 
 
 def check_config(path: Path | None) -> Path | None:
@@ -98,19 +44,6 @@ def check_exists(remedy: str) -> Callable[[Any], Any]:
 
 DATA_SET = check_exists("name the TaskNN_Name folder of an MSD task, or another data set's")
 
-SETTINGS = {
-    "--epochs": "training.epochs",
-    "--iterations": "training.iterations",
-    "--lr": "optimizer.lr",
-    "--learning-rate": "optimizer.lr",
-    "--batch": "patch.batch",
-    "--batch-size": "patch.batch",
-    "--patch-size": "patch.size",
-    "--fold": "split.fold",
-    "--seed": "seed",
-}
-"""Options that users mistake for values of the config, with the config's keys."""
-
 
 class _PlainFlags:
     """Help that shows flags without ``<bool>``: a flag takes no value."""
@@ -125,13 +58,13 @@ class _PlainFlags:
 
 
 def config_argument(about: str) -> Any:
-    """Return an argument that names a config; the shell completes names of files and of volseg's own configs."""
-    return Argument(metavar="CONFIG", help=about, callback=check_config, autocompletion=complete_config)
+    """Return an argument that names a config."""
+    return Argument(metavar="CONFIG", help=about, callback=check_config)
 
 
 def source_argument(metavar: str, about: str, remedy: str) -> Any:
-    """Return an argument that names a run or another source; the shell completes names of runs."""
-    return Argument(metavar=metavar, help=about, callback=check_exists(remedy), autocompletion=complete_run)
+    """Return an argument that names a run or another source."""
+    return Argument(metavar=metavar, help=about, callback=check_exists(remedy))
 
 
 class PlainGroup(_PlainFlags, TyperGroup):
@@ -142,27 +75,9 @@ class PlainCommand(_PlainFlags, TyperCommand):
     """A verb."""
 
 
-def verb(
-    app: typer.Typer, panel: str | None, example: str, *, cls: type[TyperCommand] = PlainCommand, **settings: Any
-) -> Callable[[Any], Any]:
+def verb(app: typer.Typer, panel: str | None, example: str, **settings: Any) -> Callable[[Any], Any]:
     """Return a decorator that makes a function a verb of the program, in a panel of its help, with an example."""
-    return app.command(rich_help_panel=panel, epilog=f"Example: {example}", cls=cls, **settings)
-
-
-class SuggestingCommand(PlainCommand):
-    """A verb that takes a config, and says where a value stands that was given as an option."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raise for such options before the others are parsed."""
-        for argument, following in zip_longest(args, args[1:], fillvalue=""):
-            option, given, value = argument.partition("=")
-            if option in SETTINGS:
-                value = value if given else following
-                shown = value if value and not value.startswith("-") else "VALUE"
-                raise typer.BadParameter(
-                    f"{option} is no option but a value of the config: --set {SETTINGS[option]}={shown}"
-                )
-        return super().parse_args(ctx, args)
+    return app.command(rich_help_panel=panel, epilog=f"Example: {example}", cls=PlainCommand, **settings)
 
 
 ConfigFile = Annotated[Path, config_argument("YAML file of the experiment.")]
@@ -179,23 +94,8 @@ def require_data(root: Path) -> None:
         DATA_SET(root)
 
 
-def check_overrides(given: list[str] | None) -> list[str] | None:
-    """Raise for a key whose value follows after a space, before the value is parsed as an argument."""
-    for assignment in given or ():
-        if "=" not in assignment:
-            raise typer.BadParameter(f"{assignment} has no value: write --set {assignment}=VALUE, without a space")
-    return given
-
-
 Overrides = Annotated[
-    list[str] | None,
-    Option(
-        "--set",
-        metavar="KEY=VALUE",
-        callback=check_overrides,
-        help="Override one value, such as training.epochs=5.",
-        autocompletion=complete_key,
-    ),
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one value, such as training.epochs=5.")
 ]
 
 
@@ -230,7 +130,6 @@ Settings = Annotated[
     Option(
         "--set",
         metavar="KEY=VALUE",
-        callback=check_overrides,
         help="Override a value of the run's config, such as device=cpu, inference.mirror=true or data.root=DIR.",
     ),
 ]

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import warnings
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -67,8 +66,6 @@ FOREIGN = (
     (r"`torch\.cuda\.amp\.\w+\(args\.\.\.\)` is deprecated", r"monai\."),
 )
 """Hidden FutureWarnings by message and module: each is between two libraries, with its reason above."""
-
-_word_as_python = warnings.formatwarning
 
 WRONG_COMMAND: type[Exception] = typer.BadParameter.__mro__[1]
 """Click's ``UsageError``, wherever the installed typer has it."""
@@ -143,16 +140,6 @@ def _keep_foreign_warnings_back() -> None:
     """Hide warnings between two libraries, which the user cannot act on."""
     for message, module in FOREIGN:
         warnings.filterwarnings("ignore", message, FutureWarning, module)
-    warnings.formatwarning = _word_warning
-
-
-def _word_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """Return a warning as text; omit the file and line of pydantic for warnings about a config."""
-    if issubclass(category, FutureWarning) and "pydantic" in Path(filename).parts:
-        return f"volseg: {message}"
-    return _word_as_python(message, category, filename, lineno, line)
 
 
 def _say(words: str, colour: str | None = None) -> None:

@@ -8,16 +8,7 @@ import typer
 from typer import Argument, Option
 
 from volseg import experiment
-from volseg.cli.options import (
-    Components,
-    ConfigFile,
-    Output,
-    Overrides,
-    complete_kind,
-    complete_network,
-    complete_shipped,
-    verb,
-)
+from volseg.cli.options import Components, ConfigFile, Output, Overrides, verb
 from volseg.streams import show
 
 start_app, tools_app = typer.Typer(), typer.Typer()
@@ -35,11 +26,7 @@ def verify(
     shape: Annotated[tuple[int, int, int] | None, Option(metavar="D H W", help="In voxels; default small.")] = None,
     network: Annotated[
         str | None,
-        Option(
-            metavar="NAME",
-            help="Another network than the config's; parameters by --set network.KEY=VALUE.",
-            autocompletion=complete_network,
-        ),
+        Option(metavar="NAME", help="Another network than the config's; parameters by --set network.KEY=VALUE."),
     ] = None,
     strategy: Annotated[str | None, Option(help="spatial or pipeline; default the config's, else spatial.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print each comparison as JSON.")] = False,
@@ -68,10 +55,7 @@ def quickstart(
 
 @verb(start_app, "Start", "volseg components network --components components.py", name="components")
 def list_components(
-    kind: Annotated[
-        str | None,
-        Argument(metavar="[KIND]", help="Such as network or loss; default all.", autocompletion=complete_kind),
-    ] = None,
+    kind: Annotated[str | None, Argument(metavar="[KIND]", help="Such as network or loss; default all.")] = None,
     components: Components = None,
 ) -> None:
     """List the networks, losses and other components that a config can name."""
@@ -106,12 +90,7 @@ def init(
     output: Annotated[Path, Output(metavar="FILE", help="Config to write.")] = Path("experiment.yaml"),
     data: Annotated[Path | None, Option(metavar="FOLDER", help="The data set to train on.")] = None,
     like: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="Start from a config that comes with volseg, such as task04_unet.",
-            autocompletion=complete_shipped,
-        ),
+        str | None, Option(metavar="NAME", help="Start from a config that comes with volseg, such as task04_unet.")
     ] = None,
     minimal: Annotated[bool, Option("--minimal", help="Write only what differs from the defaults.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,

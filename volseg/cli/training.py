@@ -20,8 +20,6 @@ from volseg.cli.options import (
     Output,
     Overrides,
     Quiet,
-    SuggestingCommand,
-    complete_run,
     config_argument,
     gather_overrides,
     require_data,
@@ -45,7 +43,6 @@ def configure(
         Path | None,
         Option(
             metavar="SOURCE",
-            autocompletion=complete_run,
             help="Trained network, as for `volseg predict`: use its spacing, patch and network, and start from "
             "its weights.",
         ),
@@ -71,7 +68,6 @@ def configure(
     "Train",
     "volseg train configs/task04_unet.yaml --set data.root=DIR/Task04_Hippocampus\n\n"
     "`volseg init` explains every value of a config; `volseg components` lists what a config can name.",
-    cls=SuggestingCommand,
 )
 def train(
     config: Annotated[Path, config_argument("YAML file of the experiment, or a data set to plan for.")],
@@ -132,11 +128,7 @@ def train(
 
 
 @verb(
-    training_app,
-    "Train",
-    "volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2",
-    name="cross-validate",
-    cls=SuggestingCommand,
+    training_app, "Train", "volseg cross-validate configs/task04_unet.yaml --folds 0 1 --gpus 2", name="cross-validate"
 )
 def cross_validate(
     config: ConfigFile,
@@ -170,7 +162,6 @@ def cross_validate(
     "Train",
     "volseg search configs/task04_unet.yaml --over search.yaml --trials 30 --gpus 4\n\n"
     "A line of search.yaml: `optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}`, or a list of choices.",
-    cls=SuggestingCommand,
 )
 def search(
     config: ConfigFile,
@@ -258,7 +249,7 @@ def plan(
         raise typer.Exit(NOTHING_FITS)
 
 
-@verb(training_app, "Train", "volseg profile configs/task04_unet.yaml -o profile", cls=SuggestingCommand)
+@verb(training_app, "Train", "volseg profile configs/task04_unet.yaml -o profile")
 def profile(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -292,9 +283,7 @@ def profile(
     experiment.leave_processes()
 
 
-@verb(
-    training_app, "Train", "volseg compile configs/task04_unet.yaml --gpu h200", name="compile", cls=SuggestingCommand
-)
+@verb(training_app, "Train", "volseg compile configs/task04_unet.yaml --gpu h200", name="compile")
 def compile_(
     config: ConfigFile,
     gpu: Annotated[str, Option(metavar="KIND", help="GPU that will train, such as h200; this machine needs none.")],

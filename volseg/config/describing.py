@@ -7,18 +7,16 @@ The package includes the schema as a file for editors.
 The comments are the schema's descriptions, so they cannot contradict it. The commented file loads as the same config.
 """
 
-import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
-from volseg.config.base import ComponentConfig, ConfigModel
+from volseg.config.base import ConfigModel
 from volseg.config.loading import format_inline, load_config
 from volseg.config.schema import ExperimentConfig
 from volseg.files import replacing
@@ -99,73 +97,18 @@ def _as_draft_7(node: Any) -> Any:
     return {key: _as_draft_7(value) for key, value in node.items()}
 
 
-def read_schema() -> dict[str, Any]:
-    """Return the schema in the package, without an import of torch."""
-    content: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
-    return content
-
-
 def refer_to_schema() -> str:
     """Return the first line of a YAML file that names the schema to editors."""
     return f"# yaml-language-server: $schema={SCHEMA_FILE.as_uri()}"
 
 
-def list_keys(schema: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys that ``--set`` takes, without sections.
-
-    >>> "training.epochs" in list_keys(read_schema()), "training" in list_keys(read_schema())
-    (True, False)
-    """
-    return list(_list_keys(schema, schema["properties"], ""))
-
-
-def _list_keys(schema: Mapping[str, Any], properties: Mapping[str, Any], prefix: str) -> list[str]:
-    keys = []
-    for name, told in properties.items():
-        section = _find_section(schema, told)
-        below = _list_keys(schema, section["properties"], f"{prefix}{name}.") if section else []
-        keys += below or [f"{prefix}{name}"]
-    return keys
-
-
-def _find_section(schema: Mapping[str, Any], told: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the section that a property refers to; None for other values and lists of sections."""
-    reference = next((part["$ref"] for part in (told, *told.get("allOf", ())) if "$ref" in part), None)
-    return None if reference is None else schema["$defs"][reference.rpartition("/")[2]]
-
-
-def list_names(schema: Mapping[str, Any], kind: str) -> list[str]:
-    """Return the component names of one kind in a schema.
-
-    >>> "VNet" in list_names(read_schema(), "network")
-    True
-    """
-    homes = {kind: section for section, kind in KINDS.items()}
-    homes |= {kind: f"{kind.capitalize()}Component" for kind in KINDS_OF_FIELDS.values()}
-    names: list[str] = schema["$defs"][homes[kind]]["properties"]["name"]["anyOf"][0]["enum"]
-    return names
-
-
 WIDTH = 110
-
-BOUNDS = {
-    "minimum": "at least {:g}",
-    "exclusiveMinimum": "above {:g}",
-    "maximum": "at most {:g}",
-    "exclusiveMaximum": "below {:g}",
-}
-TYPES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": "null"}
 
 
 def write_commented(
-    config: ExperimentConfig,
-    path: str | Path,
-    *,
-    head: Sequence[str] = (),
-    minimal: bool = False,
-    names: Mapping[str, Sequence[str]] | None = None,
+    config: ExperimentConfig, path: str | Path, *, head: Sequence[str] = (), minimal: bool = False
 ) -> None:
-    """Write a config with comments, atomically.
+    """Write a config with the meaning of each value above it, atomically.
 
     Parameters
     ----------
@@ -177,20 +120,15 @@ def write_commented(
         First lines of the file: comments.
     minimal
         Whether to leave out values that equal the default.
-    names
-        Kind of component to its known names. Comments list no names for other kinds.
     """
     with replacing(path) as partial:
-        lines = [*head, *_describe_section(config, "", minimal=minimal, names=names or {})]
+        lines = [*head, *_describe_section(config, "", minimal=minimal)]
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
         assert load_config(partial) == config, "the text says something else than the config"
 
 
-def _describe_section(
-    section: BaseModel, indent: str, *, minimal: bool, names: Mapping[str, Sequence[str]]
-) -> Iterator[str]:
-    """Yield the lines of a section, each value below its comments."""
-    schema = type(section).model_json_schema()["properties"]
+def _describe_section(section: BaseModel, indent: str, *, minimal: bool) -> Iterator[str]:
+    """Yield the lines of a section, each value below its meaning, and below the default if that is another one."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         is_default = not field.is_required() and value == field.get_default(call_default_factory=True)
@@ -199,12 +137,13 @@ def _describe_section(
         is_section = isinstance(value, ConfigModel)
         if not indent:
             yield ""
-        yield from _comment(_describe_field(field, schema[name], with_default=not (is_default or is_section)), indent)
-        for line in _describe_component(type(section).__name__, name, field, names):
-            yield from _comment(line, indent)
+        meaning = re.sub(r"``([^`]*)``", r"\1", " ".join((field.description or "").split()))
+        if not (is_default or is_section or field.is_required()):
+            meaning += f" Default {format_inline(field.get_default(call_default_factory=True))}."
+        yield from comment(meaning, indent)
         if is_section:
             yield f"{indent}{name}:"
-            yield from _describe_section(value, f"{indent}  ", minimal=minimal, names=names)
+            yield from _describe_section(value, f"{indent}  ", minimal=minimal)
         elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
             yield f"{indent}{name}:"
             yield from (f"{indent}  - {format_inline(item)}" for item in value)
@@ -212,60 +151,7 @@ def _describe_section(
             yield f"{indent}{name}: {format_inline(value)}"
 
 
-def _describe_component(section: str, name: str, field: FieldInfo, names: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield the names that a field of components accepts, and the keys that all these components have."""
-    model = next(_find_components(field.annotation), None)
-    if model is None:
-        return
-    kind = KINDS.get(model.__name__) or KINDS_OF_FIELDS.get(("" if section == "ExperimentConfig" else section, name))
-    if kind is not None and kind in names:
-        yield f"Names: {', '.join(names[kind])}."
-    schema = model.model_json_schema()["properties"]
-    for key, own in model.model_fields.items():
-        if key != "name":
-            yield f"{key}: {_describe_field(own, schema[key], with_default=True)}"
-
-
-def _find_components(annotation: Any) -> Iterator[type[ComponentConfig]]:
-    if isinstance(annotation, type) and issubclass(annotation, ComponentConfig):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _find_components(argument)
-
-
-def _comment(text: str, indent: str) -> Iterator[str]:
+def comment(text: str, indent: str = "") -> Iterator[str]:
+    """Yield a text as lines of comments."""
     start = f"{indent}# "
-    yield from textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)
-
-
-def _describe_field(field: FieldInfo, schema: Mapping[str, Any], *, with_default: bool) -> str:
-    """Return the meaning of a field, its possible values, and the default."""
-    meaning = re.sub(r"``([^`]*)``", r"\1", " ".join((field.description or "").split()))
-    parts = [meaning, describe_values(schema)]
-    if with_default and not field.is_required():
-        parts.append(f"Default {format_inline(field.get_default(call_default_factory=True))}.")
-    return " ".join(part for part in parts if part)
-
-
-def describe_values(schema: Mapping[str, Any]) -> str:
-    """Return the values that a field accepts, as far as its JSON schema states them.
-
-    >>> from volseg.config.sections import DataConfig
-    >>> describe_values(DataConfig.model_json_schema()["properties"]["device_limit"])
-    'A number above 0; or null.'
-    """
-    text = "; or ".join(dict.fromkeys(filter(None, map(_describe_type, schema.get("anyOf", [schema])))))
-    return f"{text[0].upper()}{text[1:]}." if text else ""
-
-
-def _describe_type(schema: Mapping[str, Any]) -> str:
-    if "enum" in schema:
-        return f"one of: {', '.join(map(str, schema['enum']))}"
-    if "const" in schema:
-        return str(schema["const"])
-    if "prefixItems" in schema:
-        return f"{len(schema['prefixItems'])} values, {_describe_type(schema['prefixItems'][0])} each"
-    if schema.get("format") == "path":
-        return "a path"
-    bounds = [wording.format(schema[key]) for key, wording in BOUNDS.items() if abs(schema.get(key, 2**31)) < 2**31]
-    return f"{TYPES[schema['type']]} {' and '.join(bounds)}".strip() if schema.get("type") in TYPES else ""
+    yield from textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=start)

@@ -9,7 +9,6 @@ The search space of a hyperparameter search is another file: for each key a rang
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -95,18 +94,9 @@ def _name_configs(path: Path) -> str:
     """Return advice on the config to name in place of an unreadable file."""
     if (path / "config.yaml").is_file():
         return f"it is the folder of a run, whose config is {path / 'config.yaml'}"
-    if path.is_dir():
-        return "it is a folder; name a YAML file"
-    parent = path.parent
-    near = find_near_path(path, is_folder=True)
-    if near is not None:
-        return f"did you mean the folder {str(near)!r}?"
-    files = [str(file) for file in (*parent.glob("*.yaml"), *parent.glob("*.yml"))] if parent.is_dir() else []
-    own = did_you_mean(str(path), files) if files else "name a YAML file"
-    shipped = list_shipped()
-    if path.stem in shipped:
-        return f"{own}; volseg's own of that name is {shipped[path.stem]}"
-    return f"{own}, or a config that comes with volseg: {did_you_mean(path.stem, shipped)}"
+    near = find_near_path(path)
+    own = "name a YAML file" if near is None else f"did you mean {str(near)!r}?"
+    return f"{own}, or a config that comes with volseg: {did_you_mean(path.stem, list_shipped())}"
 
 
 def require_config(config: ExperimentConfig | str | Path) -> ExperimentConfig:
@@ -228,23 +218,20 @@ def _differences(one: Any, other: Any, path: str) -> list[str]:
 
 def format_inline(value: Any) -> str:
     """Return a value as one line of YAML."""
-    if isinstance(value, ComponentConfig):
-        value = value.model_dump(mode="json", exclude_defaults=True) | {"name": value.name}
-        value = {"name": value.pop("name"), **value}
-    elif isinstance(value, BaseModel):
-        value = value.model_dump(mode="json")
+    text = dump_yaml(_as_plain(value), default_flow_style=True, width=float("inf"))
+    return text.removesuffix("...\n").rstrip("\n")
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, ComponentConfig):  # only what differs from the defaults
+        return {"name": value.name} | value.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{format_inline(key)}: {format_inline(item)}" for key, item in value.items()) + "}"
+        return {key: _as_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(format_inline, value)) + "]"
-    if isinstance(value, str | Path):
-        plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_./]*", str(value)) and str(value).lower() not in WORDS
-        return str(value) if plain else json.dumps(str(value), ensure_ascii=False)  # a JSON string is a YAML string
-    return json.dumps(value)
-
-
-WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
-"""Words that YAML reads as null or truth values."""
+        return [_as_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 EXAMPLE = "optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}"

@@ -21,23 +21,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(known)}" if known else "there is none yet"
 
 
-def find_near_path(path: Path, *, is_folder: bool = False) -> Path | None:
-    """Return an existing path that a missing path probably means, or None.
+def find_near_path(path: Path) -> Path | None:
+    """Return what a missing path probably means, or None.
 
     First nnU-Net's data set of the name or number, then a file or folder of a similar name in the same folder.
     """
+    if path.exists():
+        return None
     if raw := os.environ.get("nnUNet_raw"):  # noqa: SIM112 - the name is nnU-Net's
         pattern = f"Dataset{int(path.name):03d}_*" if path.name.isdecimal() else glob.escape(path.name)
         if found := sorted(Path(raw).glob(pattern)):
             return found[0]
     if not path.parent.is_dir():
         return None
-    names = [each.name for each in path.parent.iterdir() if each.is_dir() or not is_folder]
-    near = get_close_matches(path.name, names, n=1)
+    near = get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
     return path.parent / near[0] if near else None
 
 
 def suggest_path(path: Path) -> str:
     """Return the end of an error message on a missing path, with a similar path if there is one."""
-    near = None if path.exists() else find_near_path(path)
+    near = find_near_path(path)
     return "" if near is None else f"; did you mean {str(near)!r}?"

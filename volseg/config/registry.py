@@ -2,19 +2,15 @@
 
 A component in a config is ``{name: VNet, dropout_prob: 0.1}``: a name for a table lookup, and parameters that are
 checked against the component's signature. Dotted paths are never imported, and no text is evaluated. So a config from
-an untrusted source can build only built-in components, those that the program registered, and those of installed
-packages' entry points. Only the requested entry point is imported.
+an untrusted source can build only built-in components, and those that the program registered.
 """
 
 import inspect
 import json
 import re
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import lru_cache, partial
-from importlib.metadata import EntryPoint, entry_points
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -68,12 +64,8 @@ EXECUTED = "__volseg_executed__"
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Origin of a component: an installed package, a file of ``--components``, or a call of ``volseg.register``."""
+    """Origin of a component: a file of ``--components``, or a call of ``volseg.register``."""
 
-    package: str | None = None
-    """Name of the distribution that has the entry point."""
-    version: str | None = None
-    """Version of the package."""
     file: str | None = None
     """Path of the file of ``--components``."""
     sha256: str | None = None
@@ -82,8 +74,6 @@ class Source:
     """Module of the program that registered the component."""
 
     def __str__(self) -> str:
-        if self.package is not None:
-            return f"package {self.package} {self.version}"
         if self.file is not None:
             return f"{self.file}, sha256 {(self.sha256 or '')[:12]}"
         return f"a call of volseg.register in {self.module}"
@@ -116,8 +106,6 @@ class Registry(Mapping[str, Callable[..., Any]]):
         Noun for messages: ``"network"``, ``"loss"``.
     components : mapping, optional
         Name to class or function.
-    group : str, optional
-        Group of the entry points of installed packages: ``"volseg.networks"``.
 
     Examples
     --------
@@ -129,31 +117,25 @@ class Registry(Mapping[str, Callable[..., Any]]):
     volseg.errors.ConfigError: no shape is called 'Bell'; did you mean 'Ball'?
     """
 
-    def __init__(
-        self, kind: str, components: Mapping[str, Callable[..., Any]] | None = None, *, group: str | None = None
-    ) -> None:
+    def __init__(self, kind: str, components: Mapping[str, Callable[..., Any]] | None = None) -> None:
         self.kind = kind
-        self.group = group
         self._components = dict(components or {})
         self._sources: dict[str, Source] = {}
-        self._loaded: dict[EntryPoint, Callable[..., Any]] = {}
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
-        point = self._find_point(name)
-        if point is not None:
-            return self._load(point)
         if name in self._components:
             return self._components[name]
-        raise ConfigError(f"no {self.kind} is called {name!r}; {did_you_mean(name, self)}{self._name_ways()}")
+        hint = f"{did_you_mean(name, self)} (one of your own comes by --components FILE or volseg.register)"
+        raise ConfigError(f"no {self.kind} is called {name!r}; {hint}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted({*self._components, *self._points()}))
+        return iter(sorted(self._components))
 
     def __len__(self) -> int:
-        return len({*self._components, *self._points()})
+        return len(self._components)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._components or name in self._points()
+        return name in self._components
 
     def register(self, name: str, component: Callable[..., Any], source: Source | None = None) -> None:
         """Add a custom component under an unused name."""
@@ -179,47 +161,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
 
     def get_source(self, name: str) -> Source | None:
         """Return the origin of a custom component; None for a built-in component."""
-        if name in self._components:
-            return self._sources.get(name)
-        points = self._points().get(name)
-        return _source_of(points[0]) if points else None
-
-    def describe_clash(self, name: str) -> str | None:
-        """Return a message if several components have ``name``, or None."""
-        points = self._points().get(name, ())
-        offers = [f"the {_source_of(point)}" for point in points]
-        if name in self._components and offers:
-            offers.insert(0, str(self._sources.get(name) or "volseg itself"))
-        if len(offers) < 2:
-            return None
-        return f"{' and '.join(offers)} each have a {self.kind} called {name!r}; rename one, or uninstall a package"
-
-    def _points(self) -> Mapping[str, Sequence[EntryPoint]]:
-        return {} if self.group is None else _find_entry_points(self.group, tuple(sys.path))
-
-    def _find_point(self, name: str) -> EntryPoint | None:
-        """Return the entry point called ``name``, or None; raise if several components have the name."""
-        if (clash := self.describe_clash(name)) is not None:
-            raise ConfigError(clash)
-        return next(iter(self._points().get(name, ())), None)
-
-    def _load(self, point: EntryPoint) -> Callable[..., Any]:
-        if point in self._loaded:
-            return self._loaded[point]
-        told = f"{self.kind} {point.name} of the {_source_of(point)} cannot be loaded"
-        remedy = f"its entry point in {self.group} is {point.value}: fix or update the package, or choose another"
-        try:
-            component = point.load()
-        except Exception as fault:  # the package's code may raise anything
-            raise ConfigError(f"{told} ({type(fault).__name__}: {fault}); {remedy}") from fault
-        if not callable(component):
-            raise ConfigError(f"{told} (it is a {type(component).__name__}, no class or function); {remedy}")
-        self._loaded[point] = component
-        return component
-
-    def _name_ways(self) -> str:
-        ways = "--components FILE, volseg.register or an installed package"
-        return "" if self.group is None else f" (one of your own comes by {ways})"
+        return self._sources.get(name)
 
     def accepts(self, name: str, parameter: str) -> bool:
         """Return whether component ``name`` accepts ``parameter`` as a keyword."""
@@ -285,22 +227,6 @@ def explain_import(fault: ImportError) -> str:
     module = fault.name or (named.group(1) if named else None)
     remedy = f"install it, as by: pip install {module.partition('.')[0]}" if module else "install what it names"
     return f"needs a package that cannot be imported ({str(fault).strip().partition(chr(10))[0]}); {remedy}"
-
-
-@lru_cache(maxsize=32)  # a scan of all installed packages takes milliseconds
-def _find_entry_points(group: str, path: tuple[str, ...]) -> Mapping[str, Sequence[EntryPoint]]:
-    """Return the entry points of a group by name, for packages on ``path``, without loading them."""
-    del path
-    found: dict[str, list[EntryPoint]] = defaultdict(list)
-    for point in entry_points(group=group):
-        found[point.name].append(point)
-    return dict(found)
-
-
-def _source_of(point: EntryPoint) -> Source:
-    # A package without metadata has no entry points.
-    assert point.dist is not None
-    return Source(package=point.dist.name, version=point.dist.version)
 
 
 def _keywords(component: Callable[..., Any]) -> tuple[set[str], bool]:

@@ -31,7 +31,6 @@ Files = str | Path | Sequence[str | Path]
 SUFFIXES = Registry(
     "reader",
     {**dict.fromkeys((".nii.gz", ".nii"), read_nifti), **dict.fromkeys((".mha", ".mhd", ".nrrd", ".nhdr"), read_itk)},
-    group="volseg.readers",
 )
 """The reader of each kind of file, by suffix in lower case; a folder is read as a DICOM series. A reader of the user
 takes a path and returns the result of `volseg.data.as_volume`."""

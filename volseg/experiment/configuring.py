@@ -222,7 +222,7 @@ def init_config(
     minimal: bool = False,
     overwrite: bool = False,
 ) -> ExperimentConfig:
-    """Write a config to start with: every value, its meaning, its bounds and its alternatives.
+    """Write a config to start with: every value and its meaning; editors show alternatives by the schema that it names.
 
     Parameters
     ----------
@@ -253,7 +253,7 @@ def init_config(
         "# A value is the default unless its comment names another one; defaults may be left out. `volseg configure",
         "# DATA -o FILE` plans the values from the images of a data set, and gives the reason for each.",
     ]
-    write_commented(config, output, head=head, minimal=minimal, names=_list_components())
+    write_commented(config, output, head=head, minimal=minimal)
     return config
 
 

@@ -1,7 +1,6 @@
 """Components of the user: registered by a call, or by a file on the command line.
 
-One table lists the kinds. A third way, entry points of installed packages, is in the registries
-(`volseg.config.registry`). A config never names files of code: only the command line does.
+One table lists the kinds. A config never names files of code: only the command line does.
 """
 
 import hashlib
@@ -165,16 +164,11 @@ def list_components(kind: str | None = None) -> list[str]:
     if kind is not None and kind not in REGISTRIES:
         raise ConfigError(f"no kind of component is called {kind!r}; {did_you_mean(kind, REGISTRIES)}")
     return [
-        f"{one:<13} {name:<32} {_describe_home(registry, name)}"
+        f"{one:<13} {name:<32} {registry.get_source(name) or 'built in'}"
         for one, registry in REGISTRIES.items()
         if kind in (None, one)
         for name in registry
     ]
-
-
-def _describe_home(registry: Registry, name: str) -> str:
-    clash = registry.describe_clash(name)
-    return f"CANNOT BE USED: {clash}" if clash else str(registry.get_source(name) or "built in")
 
 
 def _run_as(source: Source, path: Path, content: bytes) -> None:

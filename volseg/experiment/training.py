@@ -13,7 +13,7 @@ from torch import nn
 from volseg.checkpointing import compatible
 from volseg.checkpointing.components import require_components
 from volseg.checkpointing.folder import CASES, MEMORY, NETWORK
-from volseg.checkpointing.ranks import JobFolder
+from volseg.checkpointing.job_folder import JobFolder
 from volseg.config.loading import format_config, require_config
 from volseg.config.schema import ExperimentConfig
 from volseg.data.augmented import EpochBatches, GrowingBatches

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -36,8 +35,7 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
     Parameters
     ----------
     output : path, optional
-        Folder of the run; its subfolder ``data`` gets the data. By default ``runs/quickstart``, or
-        ``runs/quickstart-2`` and so on if that has a run.
+        Folder of the run; its subfolder ``data`` gets the data. By default ``runs/quickstart``.
     overrides : sequence of str
         Overrides of its config, such as ``training.epochs=1``.
 
@@ -49,9 +47,9 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
     Raises
     ------
     ConfigError
-        If ``output`` has a run.
+        If the folder has a run.
     """
-    folder = RunFolder(_free_folder() if output is None else Path(output))
+    folder = RunFolder(output or Path("runs") / "quickstart")
     folder.require_free()
     # Logged first: nothing else names the folder to a user who stops the run.
     go_on = spell(f"volseg train {quote(str(folder.config_file))} -o {quote(str(folder.path))} --resume")
@@ -64,11 +62,6 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
     real = "task04_unet" if count_gpus() else "task04_cpu"  # both are shipped with volseg, and found by name
     more = ["volseg data fetch Task04_Hippocampus", f"volseg train {real} --set data.root=Task04_Hippocampus"]
     return "\n  ".join([format_outcome(outcome), *map(spell, more)])
-
-
-def _free_folder() -> Path:
-    candidates = (Path("runs") / ("quickstart" if number == 1 else f"quickstart-{number}") for number in count(1))
-    return next(path for path in candidates if not RunFolder(path).exists)
 
 
 SMALLEST = 16

@@ -12,7 +12,7 @@ from typing import Any
 
 from volseg.checkpointing.compatible import require_same_task
 from volseg.checkpointing.folder import RunFolder
-from volseg.checkpointing.ranks import only_process_in
+from volseg.checkpointing.job_folder import only_process_in
 from volseg.config.loading import differences
 from volseg.config.schema import ExperimentConfig
 from volseg.data.cases import Task

@@ -78,7 +78,6 @@ NETWORKS = Registry(
         "ResEncUNet": ResEncUNet,
         "VNet": VNet,
     },
-    group="volseg.networks",
 )
 """Classes by name; add a custom network by ``volseg.register("network", name, component)``."""
 

@@ -326,9 +326,7 @@ class WeightsAndBiases(Logger):
 
 
 LOGGERS = Registry(
-    "logger",
-    {"tensorboard": TensorBoard, "history": History, "wandb": WeightsAndBiases, "mlflow": MLflow},
-    group="volseg.loggers",
+    "logger", {"tensorboard": TensorBoard, "history": History, "wandb": WeightsAndBiases, "mlflow": MLflow}
 )
 """Loggers that ``logging.loggers`` in a config may name."""
 

@@ -6,9 +6,8 @@ annotation count for no structure.
 
 Axes are those of a case turned to RAS: D to the right, H to the front, W to the head.
 
-The fingerprint is kept as JSON in ``.volseg`` of the data set's folder, or in the user's cache folder if that is
-read-only. It is taken again after a file changes: its size, its modification time, or the inode's time of change
-(``ctime``), which nothing can reset. Names are relative to the folder, which may move.
+The fingerprint is kept as JSON in the user's cache folder. It is taken again after a file changes: its size, its
+modification time, or the inode's time of change (``ctime``), which nothing can reset.
 """
 
 import json
@@ -281,46 +280,41 @@ def load_fingerprint(task: Task, *, skip_bad: bool = False) -> Taken | None:
     task, skip_bad
         As for `take_fingerprint`.
     """
-    for place in list_fingerprint_paths(task):
-        if not place.is_file():
-            continue
-        try:
-            content = read_json(place)
-            if content["key"] == describe_files(task, skip_bad=skip_bad):
-                return Taken(fingerprint=Fingerprint.from_json(content["fingerprint"]), left_out=content["left_out"])
-        except (DataError, KeyError, TypeError, AttributeError, ValueError) as fault:
-            logger.warning("%s is no fingerprint (%s); the data set is read again", place, fault)
+    place = fingerprint_path(task)
+    if place is None or not place.is_file():
+        return None
+    try:
+        content = read_json(place)
+        if content["key"] == describe_files(task, skip_bad=skip_bad):
+            return Taken(fingerprint=Fingerprint.from_json(content["fingerprint"]), left_out=content["left_out"])
+    except (DataError, KeyError, TypeError, AttributeError, ValueError) as fault:
+        logger.warning("%s is no fingerprint (%s); the data set is read again", place, fault)
     return None
 
 
 def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Path | None:
-    """Write a fingerprint where `load_fingerprint` finds it; warn and return None if no place is writable."""
+    """Write a fingerprint where `load_fingerprint` finds it; without a cache folder return None, with a warning."""
+    place = fingerprint_path(task)
     content = {
         "version": VERSION,
         "key": describe_files(task, skip_bad=skip_bad),
         "left_out": list(taken.left_out),
         "fingerprint": taken.fingerprint.to_json(),
     }
-    refused: OSError | None = None
-    for place in list_fingerprint_paths(task):
-        try:
+    try:
+        if place is not None:
             with replacing(place) as partial:
                 partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             return place
-        except OSError as fault:  # a folder on a read-only disk, or of another user
-            refused = fault
-    logger.warning("the fingerprint of %s cannot be kept (%s); the next plan reads all cases again", task.name, refused)
+    except OSError as fault:
+        logger.warning("the fingerprint of %s cannot be kept (%s); the next plan reads all cases", task.name, fault)
     return None
 
 
-def list_fingerprint_paths(task: Task) -> list[Path]:
-    """Return the possible paths of a data set's fingerprint, in the order of preference; one without a cache."""
-    folder = choose_cache_folder("auto")
-    root = Path(os.path.abspath(task.root))
-    root = root if root.is_dir() else root.parent  # a table of paths
-    called = sha256(os.fsencode(root)).hexdigest()[:16]
-    cached = [] if folder is None else [folder / "fingerprints" / f"{called}.json"]
-    return [root / ".volseg" / "fingerprint.json", *cached]
+def fingerprint_path(task: Task) -> Path | None:
+    """Return the path of a data set's fingerprint; None without a cache folder."""
+    folder, root = choose_cache_folder("auto"), os.path.abspath(task.root)
+    return folder and folder / "fingerprints" / f"{sha256(os.fsencode(root)).hexdigest()[:16]}.json"
 
 
 def describe_files(task: Task, *, skip_bad: bool) -> str:

@@ -1,18 +1,16 @@
 """Plan a training from a fingerprint, and write the plan as a commented config."""
 
 import re
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from volseg.config.base import validated
-from volseg.config.describing import refer_to_schema
-from volseg.config.loading import load_config
+from volseg.config.describing import comment, refer_to_schema
+from volseg.config.loading import format_inline, load_config
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
-from volseg.config.yaml_values import dump_yaml
 from volseg.data.groups import GroupProposal
 from volseg.errors import ConfigError
 from volseg.files import replacing, require_new
@@ -178,8 +176,6 @@ def parse_memory(text: str) -> float:
     return float(found[1]) * UNITS[(found[2] or "GiB").lower()] / 2**30
 
 
-WIDTH = 110
-
 DIRECTIONS = {"R": "right", "L": "left", "A": "front", "P": "back", "S": "head", "I": "feet"}
 
 SOURCES = (
@@ -229,7 +225,7 @@ def _list_lines(plan: Plan) -> Iterator[str]:
     yield refer_to_schema()
     network = PRESETS[plan.preset] if plan.like is None else f"the network of {plan.like.source}"
     directions = [DIRECTIONS[letter] for letter in plan.geometry.axcodes]
-    yield from _comment(
+    yield from comment(
         f"{fingerprint.task}: {network}, for {plan.geometry.num_gpus} GPU(s) of {plan.gpu_memory:g} GiB. "
         f"Planned by volseg {__version__} from {len(fingerprint.cases)} cases of {len(fingerprint.channels)} "
         f"channel(s) ({', '.join(fingerprint.channels)}) and {len(fingerprint.labels)} labels. D, H, W of a case "
@@ -243,18 +239,8 @@ def _list_lines(plan: Plan) -> Iterator[str]:
             yield f"{now}:"
         section = now if setting.key else section
         indent = "  " if section else ""
-        yield from _comment(setting.reason, indent)
+        yield from comment(setting.reason, indent)
         if key.isdigit():
-            yield f"{indent}- {_as_yaml(setting.value)}"
+            yield f"{indent}- {format_inline(setting.value)}"
         elif key:
-            yield f"{indent}{key}: {_as_yaml(setting.value)}"
-
-
-def _comment(text: str, indent: str = "") -> Iterator[str]:
-    for line in textwrap.wrap(text, WIDTH - len(f"{indent}# ")):
-        yield f"{indent}# {line}"
-
-
-def _as_yaml(value: Any) -> str:
-    text = dump_yaml(value, default_flow_style=True, width=float("inf"))
-    return text.removesuffix("...\n").rstrip("\n")
+            yield f"{indent}{key}: {format_inline(setting.value)}"

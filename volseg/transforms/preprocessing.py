@@ -360,5 +360,5 @@ _COMPONENTS: dict[str, Callable[..., Any]] = {
     "Spacing": Spacing,
     "ZScore": ZScore,
 }
-PREPROCESSING = Registry("preprocessing component", _COMPONENTS, group="volseg.transforms")
+PREPROCESSING = Registry("preprocessing component", _COMPONENTS)
 """Components for ``preprocessing`` in a config. Each takes the case's fields and its own parameters."""

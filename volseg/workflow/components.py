@@ -58,14 +58,10 @@ def _losses() -> dict[str, Callable[..., Any]]:
     return {**taken, "DiceCELoss": DiceCELoss}
 
 
-LOSSES = Registry("loss", _losses(), group="volseg.losses")
-METRICS = Registry(
-    "metric", {name: getattr(monai.metrics, name) for name in (*OVERLAPS, *DISTANCES)}, group="volseg.metrics"
-)
+LOSSES = Registry("loss", _losses())
+METRICS = Registry("metric", {name: getattr(monai.metrics, name) for name in (*OVERLAPS, *DISTANCES)})
 OPTIMIZERS = Registry(
-    "optimizer",
-    {name: each for name, each in _classes(torch.optim, Optimizer).items() if name not in OTHER_LOOPS},
-    group="volseg.optimizers",
+    "optimizer", {name: each for name, each in _classes(torch.optim, Optimizer).items() if name not in OTHER_LOOPS}
 )
 
 FUSED = ("Adam", "AdamW", "SGD")

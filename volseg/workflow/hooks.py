@@ -93,7 +93,7 @@ class Patience(Hook):
             training.stop(f"no better score in {_validations_since_best(training.history)} validations")
 
 
-HOOKS = Registry("hook", group="volseg.hooks")
+HOOKS = Registry("hook")
 """Hooks that a config may name: only the user's, as other settings create the framework's own hooks."""
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from volseg.device.gpus import has_values
-from volseg.errors import BatchFieldError, ConfigError, VolsegError
-from volseg.formatting import list_some
+from volseg.errors import BatchFieldError, ConfigError
 from volseg.losses import Targets, Terms, dice_cross_entropy, known_dice_cross_entropy
 from volseg.losses.dice_cross_entropy import gathering_overlap
 
@@ -180,12 +179,7 @@ class Objective:
         """Return ``fields`` with every loss and their weighted sum ``loss`` added."""
         fields = dict(fields)
         for loss in self.losses:
-            try:
-                found = loss(fields)
-            except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as fault:
-                if isinstance(fault, VolsegError) or not (reason := _explain_fault(loss, fields)):
-                    raise
-                raise BatchFieldError(f"{reason} ({type(fault).__name__}: {fault})") from fault
+            found = loss(fields)
             for name, value in found.items():
                 if getattr(value, "ndim", 0) > 0 and value.numel() != 1:
                     raise BatchFieldError(
@@ -212,35 +206,6 @@ class Objective:
             if gathered.sums is None and self.targets is not None:
                 _leave_overlap(fields, self.targets)
         return found, gathered.sums
-
-
-def _explain_fault(loss: Named, fields: Mapping[str, Any]) -> str:
-    """Return why a loss cannot be computed from an output and a label; an empty text if they fit."""
-    if len(loss.inputs) != 2:
-        return ""
-    (made_name, made), (label_name, label) = ((name, fields[name]) for name in loss.inputs)
-    cases = list(map(str, fields.get("case", ())))
-    held = " and ".join(f"{name} = {describe_value(fields[name])}" for name in loss.inputs)
-    given = f"{loss.title} cannot be computed of {held}"
-    given += f" of case {list_some(cases)}: " if cases else ": "
-    if not isinstance(made, Tensor):
-        return (
-            f"{given}the network must give one tensor; return one of them, give several to "
-            "monai.losses.DeepSupervisionLoss, or name each by Named(network, inputs=['image'], outputs=[...])"
-        )
-    rows, channels, *sides = made.shape if made.ndim > 2 else (0, 0)
-    if not isinstance(label, Tensor) or [*label.shape] not in ([rows, *sides], [rows, 1, *sides], [*made.shape]):
-        return f"{given}they need the same samples and sides, such as (B, K, D, H, W) and (B, 1, D, H, W)"
-    highest = max(channels, 2) - 1
-    # A GPU does not raise for a wrong value, and fake tensors have no values.
-    if label.device.type != "cpu" or not has_values() or not (is_wrong := (label < 0) | (label > highest)).any():
-        return ""
-    wrong = [case for case, row in zip(cases, is_wrong.flatten(1).any(1).tolist(), strict=False) if row]
-    values = ", ".join(f"{value:g}" for value in label[is_wrong].unique().tolist()[:8])
-    return (
-        f"{given}{label_name} holds {values}{f' in case {list_some(wrong)}' if wrong else ''}, where {made_name} has "
-        f"outputs for 0 to {highest}; correct the label map, or give the network an output for each value"
-    )
 
 
 def describe_value(value: Any) -> str:

@@ -36,9 +36,7 @@ def constant(progress: float) -> float:
     return 1.0
 
 
-SCHEDULES = Registry(
-    "schedule", {"polynomial": polynomial, "cosine": cosine, "constant": constant}, group="volseg.schedules"
-)
+SCHEDULES = Registry("schedule", {"polynomial": polynomial, "cosine": cosine, "constant": constant})
 
 
 class Schedule:

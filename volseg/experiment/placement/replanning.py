@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from volseg.checkpointing.ranks import JobFolder
-from volseg.config.loading import build_config, require_sound_overrides
+from volseg.checkpointing.job_folder import JobFolder
+from volseg.config.loading import build_config
 from volseg.config.parallel import ParallelConfig
 from volseg.config.registry import read_record
 from volseg.config.schema import ExperimentConfig
@@ -110,12 +110,9 @@ class Replanned:
             found = read_record(cls, content)
             if strange := [each for each in found.overrides if not each.startswith(REPLACED)]:
                 raise ValueError(f"{strange[0]} is no setting of a candidate")
-            for each in found.overrides:
-                require_sound_overrides([each])
-        except (ConfigError, ValueError) as fault:  # a ConfigError has a line per fault
-            reason = " ".join(str(fault).split())
+        except ValueError as fault:
             raise CheckpointError(
-                f"{source} should say how the run goes on after it was out of memory ({reason}); restore it from a "
+                f"{source} should say how the run goes on after it was out of memory ({fault}); restore it from a "
                 "copy, or remove it and the run goes on as its config says"
             ) from fault
         return found

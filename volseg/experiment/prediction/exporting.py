@@ -32,7 +32,7 @@ from volseg.experiment.prediction.imported import MEMBERS, POSTPROCESSING, WEIGH
 from volseg.experiment.prediction.sources import load_trained, require_runs
 from volseg.experiment.prediction.trained import Trained, open_run
 from volseg.experiment.rehearsing import OneOutput
-from volseg.files import digest_file, name_partial, replace_nan, require_new
+from volseg.files import name_partial, replace_nan, require_new
 from volseg.inference.predictor import Predictor
 from volseg.inference.window_step import full_logits
 from volseg.models.fit_grid import FitGrid

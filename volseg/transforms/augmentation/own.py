@@ -18,7 +18,7 @@ from torch import Tensor
 from volseg.config.registry import Registry
 from volseg.errors import ConfigError, GridError
 
-AUGMENTATIONS = Registry("augmentation", group="volseg.augmentations")
+AUGMENTATIONS = Registry("augmentation")
 """Augmentations that ``augmentation.own`` in a config may name; built-in ones have their own sections."""
 
 

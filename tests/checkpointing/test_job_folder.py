@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from in_group import in_group
 
-from volseg.checkpointing import ranks
-from volseg.checkpointing.ranks import LOCK, JobFolder, only_process_in
+from volseg.checkpointing import job_folder
+from volseg.checkpointing.job_folder import LOCK, JobFolder, only_process_in
 from volseg.errors import ConfigError
 from volseg.experiment import train
 from volseg.experiment.cases import choose_cases
@@ -60,7 +60,7 @@ def test_the_leader_locks_a_folder_that_is_there_at_once_and_a_new_one_when_it_c
 
 def begin_in_two_places(config, elsewhere):
     """Begin a run whose folder is another one for the second process, as if its machine had a disk of its own."""
-    ranks.SECONDS_TO_SEE = 0.5
+    job_folder.SECONDS_TO_SEE = 0.5
     if get_process_rank() == 1:
         config = config.model_copy(update={"output": elsewhere})
     with ExitStack() as held:
@@ -85,7 +85,7 @@ def test_a_machine_that_does_not_see_the_run_folder_is_named(configured, tmp_pat
 HOLD = """
 import sys, time
 from pathlib import Path
-from volseg.checkpointing.ranks import only_process_in
+from volseg.checkpointing.job_folder import only_process_in
 with only_process_in(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -140,7 +140,7 @@ def no_locks(*arguments):
 
 
 def test_where_there_are_no_locks_a_training_runs_and_that_is_said(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(ranks.fcntl, "flock", no_locks)
+    monkeypatch.setattr(job_folder.fcntl, "flock", no_locks)
     with caplog.at_level("INFO"):
         hold(tmp_path / "run")
     assert "run cannot be locked" in caplog.text
