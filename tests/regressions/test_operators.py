@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_plain import RunLayers, assert_small, compare
+from beside_plain import RunLayers, assert_small, compare, noted
 from made_up_networks import Apply
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
@@ -486,6 +486,15 @@ def assign_channels(x: Tensor) -> Tensor:
     y[:, torch.tensor([2, 0])] = x[:, :2] * 3.0
     y[:, [1]] = 0.5
     return y
+
+
+@pytest.mark.parametrize("index", [(slice(None), [2, 0]), (..., [1, 1], slice(None), slice(None), slice(None)), ([0],)])
+def test_no_volume_is_gathered_for_a_list_of_channels(index: tuple) -> None:
+    assert isinstance(spatial(lambda x: x[index])(VOLUME), ShardedVolume)
+    with noted(ShardedVolume, full_tensor=ShardedVolume.full_tensor) as gathered:
+        spatial(lambda x: x[index])(VOLUME)
+    assert not gathered
+    assert_equal(lambda x: x[index])
 
 
 def test_channels_are_assigned_by_number() -> None:

@@ -29,6 +29,14 @@ def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     index = _as_tuple(index)
     if isinstance(volume, ShardedVolume) and all(map(is_basic, index)):
         return sliced(volume, expanded(index, volume.ndim))
+    if (
+        isinstance(volume, ShardedVolume)
+        and len(lists := [entry for entry in index if _is_list_of_integers(entry)]) == 1
+    ):
+        rest = [entry for entry in index if entry is not lists[0]]
+        entries = expanded(index, volume.ndim) if all(map(_is_full, rest)) else rest
+        if lists[0] in entries and entries.index(lists[0]) not in volume.dims:  # the channels of a region
+            return Copied(wrap(volume, [slab[tuple(entries)] for slab in volume.slabs]))
     return Copied(gather(func, (volume, _at_home(index, volume)), {}))
 
 
@@ -40,6 +48,14 @@ def _as_tuple(index: Any) -> tuple:
     several = isinstance(index, list) and any(entry is None or isinstance(entry, SLICES) for entry in index)
     entries = tuple(index) if several or isinstance(index, tuple) else (index,)
     return tuple(int(entry) if _is_integer(entry) else entry for entry in entries)
+
+
+def _is_list_of_integers(entry: Any) -> bool:
+    return isinstance(entry, list) and all(type(number) is int for number in entry)
+
+
+def _is_full(entry: Any) -> bool:
+    return entry is ... or (isinstance(entry, slice) and entry == slice(None))
 
 
 SLICES = (slice, type(...))
