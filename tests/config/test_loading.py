@@ -116,7 +116,7 @@ def test_a_losss_weight_is_a_list_of_class_weights_and_one_number_names_the_fact
 
 def test_a_path_of_another_encoding_is_told_as_such():
     """As Python hands over the bytes of an umlaut where the locale knows ASCII only."""
-    with pytest.raises(ConfigError, match=r"output 'runs/.*' is no text in the encoding of this locale; set LC_ALL"):
+    with pytest.raises(ConfigError, match=r"output 'runs/.*' cannot be encoded in this locale; set LC_ALL"):
         path_override("output", Path(b"runs/\xc3\xbc".decode("ascii", "surrogateescape")))
 
 

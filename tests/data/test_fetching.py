@@ -247,7 +247,7 @@ def test_an_encrypted_address_redirects_to_no_plain_one(serve, fetch, monkeypatc
     monkeypatch.setattr(urllib.request.HTTPSHandler, "https_open", answer_unencrypted)
     plain, _ = serve(whole())
     first, _ = serve(refuse(302, Location=plain))
-    with pytest.raises(DataError, match=rf"leads to {plain}, which is not encrypted"):
+    with pytest.raises(DataError, match=rf"redirects to {plain}, which is not encrypted"):
         fetch(first.replace("http:", "https:"))
 
 

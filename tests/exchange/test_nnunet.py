@@ -258,7 +258,7 @@ def test_damaged_plans_and_regions_without_an_order_are_refused(model):
     declared = json.loads(file.read_text(encoding="utf-8"))
     del declared["regions_class_order"]
     file.write_text(json.dumps(declared), encoding="utf-8")
-    with pytest.raises(DataError, match="declares regions and no regions_class_order"):
+    with pytest.raises(DataError, match="declares regions but no regions_class_order"):
         load_trained(model)
     (model / "plans.json").write_text("{}", encoding="utf-8")
     with pytest.raises(DataError, match="should hold nnU-Net's plans"):

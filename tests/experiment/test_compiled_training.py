@@ -329,7 +329,7 @@ def test_a_network_without_a_form_runs_with_torchs_kernels_or_is_refused(chosen,
 
 
 def test_the_spatial_strategy_on_one_device_is_refused_and_names_the_option(configured):
-    with pytest.raises(ConfigError, match=r"cuts nothing.*training\.kernels: auto takes the fast kernels"):
+    with pytest.raises(ConfigError, match=r"has no effect.*training\.kernels: auto uses the fast kernels"):
         train(configured("parallel={strategy: spatial, devices: 1}"))
 
 

@@ -223,7 +223,7 @@ def test_a_deterministic_run_keeps_how_it_was_shared(config_file, tmp_path):
 
 def test_replicas_share_no_loss_that_mixes_the_samples_of_a_batch(configured):
     config = configured("training.deterministic=true", "parallel.data=2", "losses=[{name: DiceLoss, batch: true}]")
-    with pytest.raises(ConfigError, match="DiceLoss is no mean over the samples of a batch"):
+    with pytest.raises(ConfigError, match="DiceLoss is not a mean over the samples of a batch"):
         train(config)
     assert not config.folder.exists()
 

@@ -35,7 +35,7 @@ def built(name, **parameters):
 def test_each_loss_is_a_mean_over_samples_by_default_and_no_sum_is(name):
     require(built(name))
     require(built(name), levels=3)
-    with pytest.raises(ConfigError, match=f"{name} is no mean over the samples of a batch"):
+    with pytest.raises(ConfigError, match=f"{name} is not a mean over the samples of a batch"):
         require(built(name, reduction="sum"))
 
 
@@ -84,7 +84,7 @@ def named(function, other="label", output="loss"):
 
 
 WEIGHT = torch.tensor([0.2, 2.0, 1.0])
-MIXES = r"is no mean over the samples of a batch \(.* on . samples, .* dealt"
+MIXES = r"is not a mean over the samples of a batch \(.* on . samples, .* separately"
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ class RunFolder:
         epoch, batch = found[newest].progress
         for name, damage in faults.items():
             if (self.checkpoints / name).exists():
-                logger.warning("%s; going on from %s, after epoch %d and batch %d", damage, newest, epoch, batch)
+                logger.warning("%s; continuing from %s, after epoch %d and batch %d", damage, newest, epoch, batch)
         return found[newest]
 
 

@@ -168,7 +168,7 @@ def path_override(key: str, path: str | Path) -> str:
     """
     if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
         raise ConfigError(
-            f"{key} {str(path)!r} is no text in the encoding of this locale; set LC_ALL=C.UTF-8, or choose another name"
+            f"{key} {str(path)!r} cannot be encoded in this locale; set LC_ALL=C.UTF-8, or choose another name"
         )
     return f"{key}={json.dumps(str(path), ensure_ascii=False)}"  # a JSON string is a YAML string
 

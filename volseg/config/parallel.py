@@ -130,13 +130,13 @@ class ParallelConfig(ConfigModel):
             )
         if cuts and self.strategy == "pipeline":
             raise ValueError(
-                f"spatial: {self.spatial} cuts volumes, strategy: pipeline does not; leave one of them out"
+                f"spatial: {self.spatial} cuts volumes, but strategy: pipeline does not; leave one of them out"
             )
         alone = self.devices in (None, 1)
         if not alone and (self.num_gpus > 1):
             raise ValueError(
-                f"devices: {self.devices} belongs to a single process, and data: {self.data}, spatial: {self.spatial}, "
-                f"pipeline: {self.pipeline} say where all of them compute; leave out devices"
+                f"devices: {self.devices} is for a single process, but data: {self.data}, spatial: {self.spatial}, "
+                f"pipeline: {self.pipeline} place the processes of a job; leave out devices"
             )
         return self
 
@@ -163,18 +163,18 @@ def plan_mesh(parallel: ParallelConfig, num_processes: int, *, batch_size: int, 
     """
     if num_processes > 1 and parallel.devices not in (None, 1):
         raise ConfigError(
-            f"{num_processes} processes were started, which need one device each (leave out parallel.devices, or 1), "
-            f"got {parallel.devices}; what a process has several devices for is parallel.pipeline"
+            f"{num_processes} processes were started, so parallel.devices must be 1 or left out, got "
+            f"{parallel.devices}; for several devices per process, set parallel.pipeline"
         )
     data, spatial, is_open = _fill(parallel, num_processes, batch_size)
     if data > 1 and parallel.model_strategy == "auto":
         raise ConfigError(
-            "parallel.strategy: auto chooses for a model of one process, and parallel.data has several; leave out "
+            "parallel.strategy: auto chooses for a model of one process, but parallel.data has several; leave out "
             "strategy, or set parallel.spatial or parallel.pipeline"
         )
     if parallel.model_strategy == "pipeline" and num_processes > 1 and parallel.pipeline is None:
         raise ConfigError(
-            f"{num_processes} processes were started, and parallel.strategy: pipeline does not say how many devices "
+            f"{num_processes} processes were started, but parallel.strategy: pipeline does not say how many devices "
             "each of them has; set parallel.pipeline to that number"
         )
     if data > batch_size:

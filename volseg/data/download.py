@@ -197,7 +197,7 @@ class _SafeRedirects(urllib.request.HTTPRedirectHandler):
         """Return the next request."""
         require_web(newurl)
         if req.type == "https" and urlsplit(newurl).scheme != "https":
-            raise DataError(f"{req.full_url} leads to {newurl}, which is not encrypted; name another mirror by --url")
+            raise DataError(f"{req.full_url} redirects to {newurl}, which is not encrypted; name a mirror by --url")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 

@@ -131,7 +131,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class BlendPlan:
-    """Planes of a blend that are held at a time, on the network's grid, padded to a window at least."""
+    """Planes of a blend that are held at a time, on the network's grid, padded to at least one window."""
 
     shape: tuple[int, int, int]
     window: tuple[int, int, int]

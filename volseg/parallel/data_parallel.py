@@ -281,8 +281,8 @@ class _Replicated:
             self._pass_seeds.append(self.seeds.draw(True))
         elif self._passes > len(self._pass_seeds):
             raise ParallelError(
-                f"replica {self._replica} made {self._passes} passes, and the first replica of this process "
-                f"{len(self._pass_seeds)}; run all replicas alike, each inside as_replica(...), starting with the "
+                f"replica {self._replica} made {self._passes} passes, but the first replica of this process "
+                f"{len(self._pass_seeds)}; run each replica equally often, inside as_replica(...), starting with the "
                 "first"
             )
         return self._pass_seeds[self._passes - 1]

@@ -88,8 +88,8 @@ class Replicas:
         rounds = count // processes
         if processes > 1 and rounds & (rounds - 1):
             raise ParallelError(
-                f"{count} replicas on {processes} processes make {rounds} rounds; sums keep their order if that "
-                "is a power of two, or on one process"
+                f"{count} replicas on {processes} processes make {rounds} rounds; sums keep their order only on "
+                "one process or if the number of rounds is a power of two"
             )
         rank = 0 if group is None else dist.get_rank(group)
         self.count, self.group, self.fixed_order = count, group, fixed_order

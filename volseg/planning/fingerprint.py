@@ -314,7 +314,7 @@ def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Pat
 
 
 def list_fingerprint_paths(task: Task) -> list[Path]:
-    """Return the possible paths of a data set's fingerprint, in the order of preference; one without a cache."""
+    """Return the possible paths of a data set's fingerprint, in order of preference; only one without a cache."""
     folder = choose_cache_folder("auto")
     root = Path(os.path.abspath(task.root))
     root = root if root.is_dir() else root.parent  # a table of paths

@@ -125,7 +125,7 @@ def read_trace(events: Iterable[Event], name_layer: Callable[[int], str]) -> lis
     threads = _Threads(whole, steps, name_layer)
     found = _read_gpu(kernels, whole, threads) if kernels else threads.list_operators()
     if not found:
-        raise VolsegError(f"the trace holds {len(whole)} ranges, and neither a kernel nor an operator among them")
+        raise VolsegError(f"the trace holds {len(whole)} ranges, but neither a kernel nor an operator")
     return sorted(found, key=lambda kernel: kernel.timed.start)
 
 

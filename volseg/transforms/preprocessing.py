@@ -155,7 +155,7 @@ class Preprocessing(Compose):
 
     @property
     def suits_devices(self) -> bool:
-        """Whether a GPU computes the same, except for the last bit of resampled voxels."""
+        """Whether a GPU computes the same values, except for the last bit of resampled voxels."""
         kinds = (RememberGrid, Orientationd, Pad, StoreVoxels)
         return all(
             isinstance(step, kinds)

@@ -141,7 +141,7 @@ def _sort_by_number(mapping: Any, key: str, manifest: Path) -> list[Any]:
     except (ValueError, TypeError):
         raise DataError(f"{wanted}, got the keys {list(mapping)}") from None
     if sorted(by_number) != list(range(len(mapping))):
-        raise DataError(f"{wanted} without a gap, got the keys {list(mapping)}; an image has a channel for each number")
+        raise DataError(f"{wanted} without a gap, one per channel of an image; got the keys {list(mapping)}")
     return [by_number[number] for number in range(len(mapping))]
 
 

@@ -130,10 +130,10 @@ def split_path(text: str, where: str) -> PureWindowsPath:
     try:
         longest = max((len(os.fsencode(part)) for part in PureWindowsPath(text).parts), default=0)
     except UnicodeEncodeError:
-        raise DataError(f"{where} names {text!r}, which no file can be called") from None
+        raise DataError(f"{where} names {text!r}, which is not a valid name") from None
     if longest > LONGEST_NAME or len(text) > LONGEST_PATH or "\0" in text:
         raise DataError(
-            f"{where} names {text[:40]!r}..., of {len(text)} characters, which no file can be called; needed: names of "
+            f"{where} names {text[:40]!r}..., of {len(text)} characters, which is not a valid name; needed: names of "
             f"{LONGEST_NAME} bytes at most, which leave room for those of predictions"
         )
     return PureWindowsPath(text)

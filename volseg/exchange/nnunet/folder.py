@@ -214,7 +214,7 @@ def _parse_task(declared: object, file: Path, root: Path, plan: NnunetPlan) -> T
         raise DataError(f"{file} should describe nnU-Net's data set; copy the model folder again")
     channels, labels = read_channel_names(declared, file), read_regions(declared, file)
     if labels.regions and not declared.get("regions_class_order"):
-        raise DataError(f"{file} declares regions and no regions_class_order, without which nnU-Net predicts none")
+        raise DataError(f"{file} declares regions but no regions_class_order, which nnU-Net needs to predict them")
     if len(channels) != len(plan.schemes):
         raise DataError(f"{file} names {len(channels)} channel(s), the plans normalise {len(plan.schemes)}")
     if not labels.regions and list(labels.labels) != list(range(len(labels.labels))):

@@ -96,7 +96,7 @@ def build_trainable_network(
     Raises
     ------
     ConfigError
-        If the network does not run on the patch, or a loss does not accept its outputs, or is no mean over the samples
+        If the network does not run on the patch, a loss does not accept its outputs, or is not a mean over the samples
         of a batch that replicas share.
     """
     network = build_plain_network(config, task)
@@ -129,8 +129,8 @@ def require_room(config: ExperimentConfig, task: Task, *, trains: bool = True) -
         if needed > total:
             times = f" times patch.batch {count}" if count > 1 else ""
             raise ConfigError(
-                f"{key} {list(sides)}{times} takes {needed / 2**30:.1f} GiB for an image and its logits, and there "
-                f"are {total / 2**30:.1f} GiB; take a smaller one"
+                f"{key} {list(sides)}{times} takes {needed / 2**30:.1f} GiB for an image and its logits, but there "
+                f"are {total / 2**30:.1f} GiB; choose a smaller size"
             )
 
 
@@ -210,8 +210,8 @@ def _place_on_several(
     parallel = config.parallel
     if trains and parallel.only_chooses_kernels and not is_distributed():
         raise ConfigError(
-            "parallel: {strategy: spatial, devices: 1} cuts nothing in one process; leave it out, and "
-            "training.kernels: auto takes the fast kernels by itself (or set that to fast)"
+            "parallel: {strategy: spatial, devices: 1} has no effect in one process. Leave it out: "
+            "training.kernels: auto uses the fast kernels, and fast requires them"
         )
     group = None if mesh is None else mesh.mesh.spatial_group
     fixed_order = config.training.deterministic and parallel.model_strategy == "spatial"

@@ -244,7 +244,7 @@ def resolve_machine(
         return _describe_machine(num_gpus or 1, gpu_memory, kind)
     if not here and not count_gpus():
         raise ConfigError(
-            "no GPU is visible, so say for which ones to plan: --gpus 4 --gpu-memory 16GiB, or --instance p3.8xlarge"
+            "no GPU is visible; name the GPUs to plan for: --gpus 4 --gpu-memory 16GiB, or --instance p3.8xlarge"
         )
     return _find_own_machine(num_gpus)
 

@@ -127,7 +127,7 @@ class Replanned:
 
 
 class Replanning:
-    """Response of a training to a step that is out of memory.
+    """Response of a training to a step that runs out of memory.
 
     Parameters
     ----------

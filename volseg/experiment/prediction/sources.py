@@ -121,8 +121,8 @@ def require_runs(source: str | Path) -> list[RunFolder]:
     if runs := list_runs(source):
         return runs
     raise ConfigError(
-        f"{source} is no run folder and no cross-validation: it has no config.yaml and no fold_0; name what `volseg "
-        "train` or `volseg cross-validate` made"
+        f"{source} is neither a run folder nor a cross-validation: it has no config.yaml and no fold_0; name the "
+        "folder that `volseg train` or `volseg cross-validate` wrote"
     )
 
 

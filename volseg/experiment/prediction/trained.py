@@ -205,7 +205,7 @@ class SourceNetwork:
         try:
             load_weights(model, self.values, self.average)
         except CheckpointError as fault:
-            raise CheckpointError(f"{self.file} is not of the network in its config: {fault}") from fault
+            raise CheckpointError(f"{self.file} does not fit the network in its config: {fault}") from fault
         return Trained(
             source=self.source,
             config=config,

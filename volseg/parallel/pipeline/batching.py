@@ -157,8 +157,8 @@ class Batching:
         with runner(True) as run:  # a network that cannot run the batch itself raises its own error
             run(copy_call(call))
         raise ParallelError(
-            f"to distinguish outputs with one row per sample from others, the pipeline ran {samples} samples "
-            f"instead of {size}, which failed: {failures[0]}. Choose a split_size that leaves a remainder, or the "
+            f"the pipeline ran {samples} samples instead of {size} to find the outputs with one row per sample; this "
+            f"run failed: {failures[0]}. Choose a split_size that leaves a remainder, or the "
             "whole batch"
         ) from failures[0]
 

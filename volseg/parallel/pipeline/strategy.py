@@ -372,6 +372,6 @@ def find_start(cut: str, starts: Sequence[str]) -> int:
         if path == cut or path.startswith(f"{cut}."):
             return number
     raise PartitionError(
-        f"no stage can start at {cut!r}: it is not called, or lies between the creation and an in-place change of "
-        f"a tensor. Stages can start at {', '.join(starts[1:]) or 'no module of this network'}"
+        f"no stage can start at {cut!r}: forward does not call this module, or it lies between the creation and "
+        f"an in-place change of a tensor. Stages can start at {', '.join(starts[1:]) or 'no module of this network'}"
     )

@@ -231,8 +231,8 @@ class RecordedState:
                 )
             if any(find_tensor(old) in read for old, _ in change.pairs):
                 raise ParallelError(
-                    f"the step reads {change.name} and puts another tensor in its place, and a replay would read the "
-                    "first one each time; change it in place"
+                    f"the step reads {change.name} and then replaces it with another tensor, but a replay always reads "
+                    "the first one; change it in place"
                 )
         if unknown := self._watch_of_attempt.unknown:
             raise ParallelError(
