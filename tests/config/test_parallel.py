@@ -189,7 +189,7 @@ def test_too_few_gpus_are_refused_or_compute_the_same_bits():
     assert count(None, 2, data=4, fixed_order=True) == 2
     assert count(None, 3, data=4, fixed_order=True) == 2
     assert count(None, 1, data=3, spatial=2, fixed_order=True) == 1
-    with pytest.raises(ConfigError, match=r"--gpus 3 is no multiple of parallel\.pipeline: 2"):
+    with pytest.raises(ConfigError, match=r"--gpus 3 is not a multiple of parallel\.pipeline: 2"):
         count(3, 4, pipeline=2)
     with pytest.raises(ConfigError, match="takes 4 processes, and there are 2"):
         count(2, 4, data=4, spatial=1)

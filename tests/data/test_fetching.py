@@ -362,7 +362,7 @@ def test_a_task_is_fetched_whole(serve, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"no archive", r"is no tar archive"),
+        (b"no archive", r"is not a tar archive"),
         (make_archive(training=[]), r"declares no training cases"),
         (make_archive(training=[{"image": "imagesTr/b.nii", "label": "labelsTr/b.nii"}]), r"declares 2 absent file"),
     ],

@@ -130,7 +130,7 @@ def test_what_would_cost_a_training_is_refused(msd, changes, message):
 
 def test_folder_that_is_no_task(tmp_path):
     (tmp_path / "imagesTr").mkdir()
-    with pytest.raises(DataError, match=r"is no data set: there is no dataset\.json in it, .* beside imagesTr and"):
+    with pytest.raises(DataError, match=r"is not a data set: there is no dataset\.json in it, .* beside imagesTr and"):
         load_task(tmp_path)
     with pytest.raises(DataError, match="Task99 does not exist; name the TaskNN_Name folder"):
         load_task(tmp_path / "Task99")

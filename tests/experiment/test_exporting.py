@@ -123,7 +123,7 @@ def test_a_cut_file_is_refused(archive, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"123", "3 bytes are no safetensors file"),
+        (b"123", "3 bytes are not a safetensors file"),
         ((1 << 40).to_bytes(8, "little") + b"{}", "a header of 1099511627776 bytes"),
         ((2).to_bytes(8, "little") + b"[]", "its header cannot be read"),
         (pack_tensors({"a": torch.ones(3)}) + b"surplus", "7 bytes belong to no tensor"),
@@ -151,7 +151,7 @@ def test_tensors_of_every_type_come_back_and_are_the_librarys():
 def test_what_cannot_be_exported_is_told(run, tmp_path):
     with pytest.raises(ConfigError, match=r"exported to a file such as model\.zip, got"):
         export(run, tmp_path)
-    with pytest.raises(ConfigError, match="is no run folder and no cross-validation"):
+    with pytest.raises(ConfigError, match="is neither a run folder nor a cross-validation"):
         export(tmp_path, tmp_path / "model.zip")
     with pytest.raises(ConfigError, match="takes archive, torchscript, onnx, monai-bundle, got 'onxx'; did"):
         export(run, tmp_path / "model.onnx", to="onxx")

@@ -370,7 +370,7 @@ def test_what_is_none_of_them_is_told_with_what_was_found(tmp_path):
     for source, message in (
         (tmp_path / "gone", r"gone does not exist; name a run folder"),
         (tmp_path / "notes" / "todo.txt", r"todo\.txt is a file; name a run folder"),
-        (tmp_path / "notes", r"notes is no run folder: it has no config\.yaml, and holds todo\.txt; name a run"),
+        (tmp_path / "notes", r"notes is not a run folder: it has no config\.yaml, and holds todo\.txt; name a run"),
         (model.parent, f"above nnU-Net 2's model folders; name one of them, such as {model}$"),
         (tmp_path / "empty", r"holds nothing; name a run folder"),
         ([], r"got \[\]"),

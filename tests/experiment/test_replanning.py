@@ -173,7 +173,7 @@ def test_a_second_attempt_that_cannot_be_built_failed_in_no_step(configured, mon
         return build_model(*args, **options)
 
     monkeypatch.setattr(experiment_training, "build_model", build)
-    with pytest.raises(OutOfMemoryError, match=r"It was no training step \(start\)"):
+    with pytest.raises(OutOfMemoryError, match=r"It was not a training step \(start\)"):
         train(configured(REPLAN), hooks=[Full("forward")])
 
 
@@ -330,7 +330,7 @@ def test_a_validation_without_memory_is_no_matter_of_steps(configured):
                 lambda network, inputs, output: None if network.training else take_all_memory()
             )
 
-    with pytest.raises(OutOfMemoryError, match=r"window \(prediction\).* It was no training step \(predict\)"):
+    with pytest.raises(OutOfMemoryError, match=r"window \(prediction\).* It was not a training step \(predict\)"):
         train(configured(REPLAN), hooks=[FullWindow()])
     folder = RunFolder(configured().folder).path
     assert not (folder / "replanned.json").exists()

@@ -392,7 +392,7 @@ def test_a_slice_with_a_damaged_header_is_not_left_out(tmp_path):
     end.write_bytes(end.read_bytes().replace(b"\x28\x00\x10\x00US", b"\x29\x00\x10\x00US"))
     refused(series, r"s001\.dcm needs a number of two bytes in DICOM tag \(0028,0010\), Rows")
     end.write_bytes(end.read_bytes().replace(b"\xe0\x7f\x10\x00OW", b"\xe0\x7f\x12\x00OW"))
-    refused(series, r"s001\.dcm is no readable DICOM file")
+    refused(series, r"s001\.dcm is not a readable DICOM file")
 
 
 def test_objects_without_an_image_are_ignored(tmp_path):

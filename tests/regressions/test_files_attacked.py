@@ -67,7 +67,7 @@ LARGEST = (32767, 32767, 32767)
         *((name, side, CUT, {}) for name in ("x.nii", "x.nii.gz") for side in ((1500, 1500, 1500), LARGEST)),
         ("x.nii", (2**40,) * 3, "GiB of memory to be read|is truncated or damaged", {"kind": nibabel.Nifti2Image}),
         *(("x.nii.gz", sides, "has the shape|holds more|damaged", {}) for sides in ((-3, 4, 5), (0, 4, 5), (3, 4, -5))),
-        # Voxels that are no numbers, before an array is made.
+        # Voxels that are not numbers, before an array is made.
         *(
             ("x.nii", LARGEST, "stores voxels of type|is truncated or damaged", {"datatype": code})
             for code in (32, 128, 1536, 1792, 2048, 2304, 4096)
@@ -130,7 +130,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, name, make):
         make(path / "1.dcm")
     else:
         make(path)
-    refused(path, "is no regular file|does not exist|cannot be looked at")
+    refused(path, "is not a regular file|does not exist|cannot be looked at")
 
 
 NRRD = {

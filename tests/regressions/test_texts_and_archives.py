@@ -119,10 +119,10 @@ def test_a_manifest_with_a_number_that_is_not_finite_is_not_written(tmp_path, ma
 
 
 TARS = {
-    "outside": ("T/../../outside", tarfile.REGTYPE, "is no plain file inside it"),
-    "absolute": ("/outside", tarfile.REGTYPE, "is no plain file inside it"),
-    "link": ("T/a", tarfile.SYMTYPE, "is no plain file inside it"),
-    "device": ("T/a", tarfile.BLKTYPE, "is no plain file inside it"),
+    "outside": ("T/../../outside", tarfile.REGTYPE, "is not a plain file inside it"),
+    "absolute": ("/outside", tarfile.REGTYPE, "is not a plain file inside it"),
+    "link": ("T/a", tarfile.SYMTYPE, "is not a plain file inside it"),
+    "device": ("T/a", tarfile.BLKTYPE, "is not a plain file inside it"),
 }
 
 

@@ -172,7 +172,7 @@ def test_the_compiler_had_followed_into_what_it_cannot(wrap, compiled) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"materialize_grads": True}])
 def test_second_derivatives_by_a_volume_were_looked_for_in_a_gathered_copy(options) -> None:
-    # The copy is no part of the loss: torch said that, or the derivatives were zero where it was told to fill them in.
+    # The copy is not part of the loss: torch said that, or the derivatives were zero where it was told to fill them in.
     model = ModelParallel(make_net(), strategy=Spatial(on_unsupported="gather"), devices=CPUS)
     volume = model(torch.randn(1, 1, 8, 8, 8))
     with pytest.raises(UnsupportedOperatorError, match=r"autograd\.grad|grad called from .*create_graph= is not"):

@@ -136,7 +136,7 @@ def _describe_remedy(folder: Path, source: Source) -> str:
     """
     if source.package is not None:
         if PACKAGE.fullmatch(source.package) is None or VERSION.fullmatch(source.version or "") is None:
-            return "installing its package; what the run's components.json holds is no name and version of one"
+            return "installing its package; what the run's components.json holds is not a name and version of one"
         return f"installing it: pip install {source.package}=={source.version}"
     if source.file is not None:
         file, copy = quote(source.file), quote(str(copy_path(folder, source)))

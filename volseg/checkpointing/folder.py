@@ -178,7 +178,7 @@ class RunFolder:
         """Read the config of the run, with some values overridden."""
         if not self.config_file.is_file():
             raise ConfigError(
-                f"{self.path} is no run folder: it has no config.yaml; name the folder `volseg train` made"
+                f"{self.path} is not a run folder: it has no config.yaml; name the folder that `volseg train` wrote"
             )
         return load_config(self.config_file, overrides)
 

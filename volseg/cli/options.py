@@ -160,7 +160,7 @@ class SuggestingCommand(PlainCommand):
                 value = value if given else following
                 shown = value if value and not value.startswith("-") else "VALUE"
                 raise typer.BadParameter(
-                    f"{option} is no option but a value of the config: --set {SETTINGS[option]}={shown}"
+                    f"{option} is not an option, but a value of the config: --set {SETTINGS[option]}={shown}"
                 )
         return super().parse_args(ctx, args)
 
@@ -222,7 +222,7 @@ MadeFolder = Annotated[
     source_argument(
         "RUN|CV",
         "Folder of `volseg train` or `volseg cross-validate`.",
-        "name the folder that `volseg train` or `volseg cross-validate` made",
+        "name the folder that `volseg train` or `volseg cross-validate` wrote",
     ),
 ]
 Settings = Annotated[

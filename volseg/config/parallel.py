@@ -230,7 +230,7 @@ def choose_num_processes(
         asks = f"--gpus {wanted} asks" if num_gpus is not None else f"the config's mesh ({_describe(parallel)}) asks"
         if not visible:
             raise ConfigError(
-                f"{asks} for GPUs, and none is visible; leave that out and one process trains on the CPU, or have "
+                f"{asks} for GPUs, but none is visible; leave that out and one process trains on the CPU, or have "
                 "processes share the CPU by --set device=cpu, which is for trying things out"
             )
         raise ConfigError(
@@ -239,8 +239,8 @@ def choose_num_processes(
         )
     if wanted % per_process:
         raise ConfigError(
-            f"--gpus {wanted} is no multiple of parallel.pipeline: {per_process}, the GPUs of each process; choose one "
-            "that is"
+            f"--gpus {wanted} is not a multiple of parallel.pipeline: {per_process}, the GPUs of each process; choose "
+            "a multiple"
         )
     count = wanted // per_process
     if count > 1 or num_gpus is not None:

@@ -1,7 +1,7 @@
 """Define the typed config of an experiment, with all its sections.
 
 Every section is frozen and refuses unknown keys (`ConfigModel`); a component is a name and its own parameters. Values
-that follow from the data (channels, classes) are no part of a config.
+that follow from the data (channels, classes) are not part of a config.
 """
 
 import os

@@ -237,7 +237,7 @@ class Task:
             raise DataError(f"{self.name}: a task has {MOST_CLASSES} labels at most, got {len(shown)}; merge some")
         if self.ignore is not None and (self.ignore in self.labels or self.ignore < 0):
             raise DataError(
-                f"{self.name}: the value to ignore is {self.ignore}; needed: a positive one that is no label, and the "
+                f"{self.name}: the value to ignore is {self.ignore}; needed: a positive one that is not a label; the "
                 f"labels are {shown}"
             )
         for name, values in self.regions.items():

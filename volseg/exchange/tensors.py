@@ -85,7 +85,7 @@ def unpack_tensors(content: bytes, where: str) -> dict[str, Tensor]:
         If the header is damaged, a type is unknown, or data are missing, surplus or shared.
     """
     if len(content) < 8:
-        raise CheckpointError(f"{where} is damaged: {len(content)} bytes are no safetensors file")
+        raise CheckpointError(f"{where} is damaged: {len(content)} bytes are not a safetensors file")
     (length,) = struct.unpack("<Q", content[:8])
     if length > min(MOST_HEADER, len(content) - 8):
         raise CheckpointError(f"{where} is damaged: a header of {length} bytes in a file of {len(content)}")

@@ -61,7 +61,7 @@ class NetworkPlan:
         Raises
         ------
         DataError
-            If ``content`` is no plan.
+            If ``content`` is not a plan.
         """
         with suppress(ValueError):
             plan = read_record(cls, content)

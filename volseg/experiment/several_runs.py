@@ -200,7 +200,7 @@ def plan_folds(config: ExperimentConfig, task: Task) -> list[Fold]:
     Raises
     ------
     ConfigError
-        If the folds are no cross-validation: one validates nothing, or two validate the same case, which would count
+        If the folds are not a cross-validation: one validates nothing, or two validate the same case, which would count
         twice.
     """
     wanted = config.split

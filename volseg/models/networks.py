@@ -77,7 +77,7 @@ def _explain_monai(name: str) -> str:
     if name.lower() in {offered.lower() for offered in NETWORKS}:  # MONAI's aliases DynUnet, Unet, basicunet
         return ""
     return (
-        f"monai.networks.nets.{name} is not offered, as it is no segmentation network from an image to logits, or "
+        f"monai.networks.nets.{name} is not offered, as it is not a segmentation network from an image to logits, or "
         "needs other packages; wrap it in a network of your own if you mean it"
     )
 

@@ -124,7 +124,7 @@ def _require_order(module: Callable[..., Any], inputs: Sequence[str]) -> None:
 Loss = Named | Callable[..., Any]
 
 ROUND_OFF = 1e-5
-"""Relative error of float32 sums over some thousand voxels; losses that are no mean differ by at least ten times
+"""Relative error of float32 sums over some thousand voxels; losses that are not means differ by at least ten times
 that."""
 
 ROUND_OFF_OF_VOLUMES = 1e-4

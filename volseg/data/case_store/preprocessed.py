@@ -81,7 +81,7 @@ def prepare_all(cases: Sequence[Case], preprocessing: Preprocessing, *, keep_ref
 
 
 class DamagedCaseError(Exception):
-    """A file that is no valid stored case; it is silently made again."""
+    """A file that is not a valid stored case; it is silently made again."""
 
 
 def write_case(file: BinaryIO, case: Mapping[str, Any], about: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ def list_images(folder: Path) -> list[Path]:
     Raises
     ------
     ConfigError
-        If a name is no UTF-8.
+        If a name is not UTF-8.
     """
     found = sorted(path for path in folder.iterdir() if match_suffix(path) and not path.name.startswith("."))
     for path in found:
@@ -65,7 +65,7 @@ def sort_cases(
     DataError
         If there is no training case, a case occurs twice, two share a file, or a training file is absent.
     ConfigError
-        If a case or one of its files has a name that is no UTF-8.
+        If a case or one of its files has a name that is not UTF-8.
     """
     training, test = (sorted(cases, key=lambda case: case["case"]) for cases in (training, test))
     for case in (*training, *test):
@@ -94,7 +94,7 @@ def require_id(name: str, where: str) -> str:
     Raises
     ------
     DataError
-        If it is no valid file name.
+        If it is not a valid file name.
     """
     name = name.strip()
     is_plain = not name.startswith(".") and not any(letter in name for letter in "/\\\0\n\r")
@@ -124,7 +124,7 @@ def split_path(text: str, where: str) -> PureWindowsPath:
     Raises
     ------
     DataError
-        If it is no valid file name.
+        If it is not a valid file name.
     """
     text = text.strip()
     try:

@@ -164,7 +164,7 @@ def read_nnunet(
     """
     folder = Path(folder)
     if missing := [name for name in FILES if not (folder / name).is_file()]:
-        raise ConfigError(f"{folder} is no model folder of nnU-Net 2: it has no {missing[0]}")
+        raise ConfigError(f"{folder} is not a model folder of nnU-Net 2: it has no {missing[0]}")
     chosen = _choose_folds(folder, checkpoint, folds)
     files = tuple(folder / f"fold_{fold}" / checkpoint for fold in chosen)
     read = [read_checkpoint(file) for file in files]

@@ -109,7 +109,7 @@ class Replanned:
         try:
             found = read_record(cls, content)
             if strange := [each for each in found.overrides if not each.startswith(REPLACED)]:
-                raise ValueError(f"{strange[0]} is no setting of a candidate")
+                raise ValueError(f"{strange[0]} is not a setting of a candidate")
             for each in found.overrides:
                 require_sound_overrides([each])
         except (ConfigError, ValueError) as fault:  # a ConfigError has a line per fault
@@ -198,7 +198,7 @@ class Replanning:
                 raise
             if not _is_of_step(self.config, cause):
                 raise OutOfMemoryError(
-                    f"{fault}. It was no training step ({get_milestone()}), so other settings of a step do not help"
+                    f"{fault}. It was not a training step ({get_milestone()}), so other settings of a step do not help"
                 ) from cause
             said = describe_attempt(self.config, choose_device(self.config), cause)
             failure = Failure(where=name_own_place(), at=str(get_milestone()), said=said, tried=self.tried)

@@ -154,7 +154,7 @@ def export(
     ------
     ConfigError
         If the network cannot be written in this format, if the file exists and ``overwrite`` is off, or if ``source``
-        is no run and no cross-validation.
+        is neither a run nor a cross-validation.
     CheckpointError
         If a checkpoint cannot be used.
     """
@@ -260,5 +260,5 @@ def _digest_cases(run: RunFolder) -> str | None:
     file = run.path / "cases.json"
     if not file.is_file():
         return None
-    read_json(file)  # a damaged file is no fingerprint
+    read_json(file)  # a damaged file is not a fingerprint
     return digest_file(file)

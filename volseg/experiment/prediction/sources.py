@@ -177,7 +177,7 @@ def open_one(path: str | Path) -> SourceNetwork:
     Raises
     ------
     ConfigError
-        If ``path`` is no source, or one of several networks.
+        If ``path`` is not a source, or one of several networks.
     CheckpointError
         If the weights are damaged, or cannot be read without running code.
     """
@@ -220,7 +220,7 @@ def _describe(path: Path) -> str:
     if models := sorted(plans.parent for plans in path.glob("*/plans.json") if is_nnunet_model(plans.parent)):
         return f"is a folder above nnU-Net 2's model folders; name one of them, such as {models[0]}"
     held = sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
-    return f"is no run folder: it has no config.yaml, and holds {list_some(held, 4) or 'nothing'}; {needed}"
+    return f"is not a run folder: it has no config.yaml, and holds {list_some(held, 4) or 'nothing'}; {needed}"
 
 
 def _join(members: Sequence[Trained], source: Path) -> Trained:

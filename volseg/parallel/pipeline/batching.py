@@ -164,7 +164,7 @@ class Batching:
 
 
 def _choose_unusual_number(call: Call, size: int) -> int:
-    """Return a number of samples that is no length of the call's tensors, and not ``size``."""
+    """Return a number of samples that is not a length of the call's tensors, and not ``size``."""
     lengths = {size, *(n for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor) for n in leaf.shape)}
     return next(number for number in range(2, len(lengths) + 3) if number not in lengths)
 

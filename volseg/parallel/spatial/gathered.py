@@ -46,7 +46,7 @@ def unsupported(func: Callable, args: tuple, kwargs: dict[str, Any], reason: str
         shapes = ", ".join(str(tuple(volume.shape)) for volume in given)
         remedy = "or pass on_unsupported='gather' to ModelParallel to run it on the whole volume"
         if func in OF_HISTORY:
-            remedy = "or take the plain network: a gathered copy is no part of the history that is asked for"
+            remedy = "or take the plain network: a gathered copy is not part of the history that is asked for"
         raise UnsupportedOperatorError(
             f"{name_of(func)} called from {where} cannot run on a sharded volume (shape {shapes}, cut along dim "
             f"{', '.join(map(str, given[0].dims))}): {reason}. Write it with the functions listed in docs/spatial.md, "
