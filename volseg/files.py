@@ -52,7 +52,7 @@ def decode_text(content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as fault:
-        raise ValueError(f"no text in UTF-8 ({fault})") from fault
+        raise ValueError(f"not text in UTF-8 ({fault})") from fault
 
 
 @contextmanager

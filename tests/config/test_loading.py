@@ -183,7 +183,7 @@ FILES = {
     "list": (b"- a\n- b\n", "must hold `key: value` lines, got a list"),
     "text": (b"just text\n", "must hold `key: value` lines, got a str"),
     "tabs": (b"name: a\n\tdata: b\n", "is not valid YAML: .*line 2, column 1.*indent by spaces: YAML takes no tabs"),
-    "twice": (b"name: a\nname: b\n", "the key 'name' stands twice; keep one"),
+    "twice": (b"name: a\nname: b\n", "the key 'name' occurs twice; keep one"),
     "image": (b"\x1f\x8b\x08\xff", "is not text in UTF-8 .*; name a YAML file, saved as UTF-8"),
     "manifest": (b'{"name": "T", "labels": {"0": "a"}}', "is not a config .*: it has labels, name.*data set by its"),
 }  # fmt: skip

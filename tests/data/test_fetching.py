@@ -214,7 +214,7 @@ def test_a_server_that_stalls_is_asked_again(serve, fetch, monkeypatch):
 AT_ONCE = {
     "404": (refuse(404), r"the server answers 404 \(.*\); check the address, or name a mirror by --url"),
     "no length": (whole(Content_Length=None), "the server does not give the length of the file; name a mirror by"),
-    "other bytes": (whole(NEWER), r"is another file than the one wanted, .*: its md5 is \w{32}, needed \w{32}; try"),
+    "other bytes": (whole(NEWER), r"is not the wanted file, .*: its md5 is \w{32}, needed \w{32}; try"),
 }
 
 

@@ -102,7 +102,7 @@ def test_label_maps_of_other_plans_are_not_gone_on_with(model, tmp_path):
     predict(model, [STORED / "images"], tmp_path / "out").require_all()
     file = model / "plans.json"
     file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"made otherwise \(weights differ\)"):
+    with pytest.raises(ConfigError, match=r"made with other settings \(weights differ\)"):
         predict(model, [STORED / "images"], tmp_path / "out", resume=True)
 
 

@@ -237,5 +237,5 @@ def test_the_network_of_any_source_is_exported_and_a_bundle_of_nnunets_is_refuse
         torch.testing.assert_close(script(image), network(image), rtol=1e-4, atol=1e-4)  # as export compares
     with pytest.raises(ConfigError, match="predicts as nnU-Net does, which MONAI has no counterpart for"):
         export(fold, tmp_path / "bundle", to="monai-bundle")
-    with pytest.raises(ConfigError, match=r"holds 3 networks, and onnx takes one: name one fold, .*fold_0"):
+    with pytest.raises(ConfigError, match=r"holds 3 networks, but onnx holds one: name one fold, .*fold_0"):
         export(archive, tmp_path / "model.onnx", to="onnx")

@@ -319,7 +319,7 @@ def test_a_damaged_record_is_refused(field, value):
     tried = {"where": "here", "at": "epoch 0", "said": "full", "tried": asdict(Candidate())}
     sound = {"asked": {}, "processes": 1, "failure": tried, "overrides": ["parallel.devices=1"], "why": "less memory"}
     assert asdict(replanning.Replanned.read(sound, "replanned.json")) == {**sound, "overrides": ("parallel.devices=1",)}
-    with pytest.raises(CheckpointError, match=r"replanned\.json should say how the run goes on .* remove it"):
+    with pytest.raises(CheckpointError, match=r"replanned\.json should hold the settings that replaced .* remove it"):
         replanning.Replanned.read({**sound, field: value}, "replanned.json")
 
 

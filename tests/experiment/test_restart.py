@@ -136,14 +136,14 @@ def test_damaged_checkpoints_are_passed_over_and_named(trained, configured, half
 def test_without_a_sound_checkpoint_nothing_begins_by_itself(configured, half):
     for path in half.checkpoints.iterdir():
         damage(path)
-    with pytest.raises(CheckpointError, match=r"nothing to go on from: .*latest\.pt is damaged.*best.*previous"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint to continue from: .*latest\.pt is damaged.*best.*prev"):
         train(configured(), resume=True)
     assert len(list(half.checkpoints.iterdir())) == 3
 
 
 def test_other_weights_than_those_asked_for_are_named_and_never_taken(configured, half, task):
     damage(half.checkpoints / "latest.pt")
-    names = r"latest\.pt is damaged .*can be used: best\.pt, of epoch 1 and batch 0, by --checkpoint best; or previous"
+    names = r"latest\.pt is damaged, .*can be used: best\.pt, of epoch 1 and batch 0, by --checkpoint best; or previous"
     for use in (lambda: predict(half, [task / "imagesTs"]), lambda: validate(half)):
         with pytest.raises(CheckpointError, match=names):
             use()

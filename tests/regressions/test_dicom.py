@@ -505,4 +505,4 @@ def test_a_repeated_element_is_read_if_its_values_are_equal(tmp_path):
     expect_stored(change(write_series(tmp_path / "like"), lambda content: content.replace(rows, rows * 2)))
     unlike = rows + struct.pack("<HH2sHH", 0x0028, 0x0010, b"US", 2, 3)
     series = change(write_series(tmp_path / "unlike"), lambda content: content.replace(rows, unlike))
-    refused(series, r"element \(0028,0010\) stands twice in one place")
+    refused(series, r"element \(0028,0010\) occurs twice in one place")

@@ -60,7 +60,7 @@ def test_the_manifest_of_many_cases_is_read(tmp_path):
     [
         (b"[" * 100_000, "nested too deeply"),
         (b"[" * 500 + b"]" * 500, "nested too deeply"),
-        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' stands twice"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice"),
         (b"[NaN]", "NaN is not a finite number"),
         (b"[-Infinity]", "-Infinity is not a finite number"),
         (b"[1e999]", "1e999 is not a finite number"),

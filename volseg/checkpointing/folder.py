@@ -259,8 +259,8 @@ class RunFolder:
                 faults[name] = fault
         if not found:
             raise CheckpointError(
-                f"nothing to go on from: {'; '.join(map(str, faults.values()))}. Remove {self.path} or choose another "
-                "--output"
+                f"no checkpoint to continue from: {'; '.join(map(str, faults.values()))}. Remove {self.path} or choose "
+                "another --output"
             )
         newest = max(found, key=lambda name: found[name].progress)
         epoch, batch = found[newest].progress

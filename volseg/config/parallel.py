@@ -126,7 +126,7 @@ class ParallelConfig(ConfigModel):
         if stages and (cuts or self.strategy == "spatial"):
             raise ValueError(
                 f"pipeline: {self.pipeline} lays layers over devices, and spatial: {self.spatial} (strategy: "
-                f"{self.strategy}) cuts volumes: one network takes one of them; leave the other out, both go with data"
+                f"{self.strategy}) cuts volumes: a network supports only one of the two; leave the other out"
             )
         if cuts and self.strategy == "pipeline":
             raise ValueError(
@@ -184,8 +184,8 @@ def plan_mesh(parallel: ParallelConfig, num_processes: int, *, batch_size: int, 
         )
     if parallel.checkpoint is not None and parallel.model_strategy == "none" and spatial == 1 and not is_open:
         raise ConfigError(
-            f"parallel.checkpoint: {parallel.checkpoint} recomputes what the spatial strategy keeps, and no volume is "
-            "run by it here; set parallel.strategy: spatial, with parallel.devices: 1 (one process) or "
+            f"parallel.checkpoint: {parallel.checkpoint} recomputes activations of the spatial strategy, which does "
+            "not run here; set parallel.strategy: spatial, with parallel.devices: 1 (one process) or "
             "parallel.spatial: 1 (replicas) where volumes stay whole, or leave out parallel.checkpoint"
         )
     along_data, along_spatial = _spread(data, spatial, num_processes, fixed_order)
@@ -298,7 +298,7 @@ def _spread(data: int, spatial: int, num_processes: int, fixed_order: bool) -> t
         else "in deterministic mode fewer may compute that: of the replicas 1, or a half, a quarter ...; of the slabs 1"
     )
     raise ConfigError(
-        f"parallel.data: {data} times parallel.spatial: {spatial} takes {data * spatial} processes, and there are "
+        f"parallel.data: {data} times parallel.spatial: {spatial} takes {data * spatial} processes, but there are "
         f"{num_processes}; start as many (volseg train does, or torchrun), or set one of the two to null, which takes "
         f"what is left; {fewer}"
     )

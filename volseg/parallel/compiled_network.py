@@ -252,7 +252,7 @@ class CompiledNetwork(nn.Module):
             raise ParallelError(f"a compiled {name} takes plain tensors, got a {what}; {INSTEAD}")
         if count_dispatch_modes():
             raise ParallelError(
-                f"torch.compile compiles nothing under a TorchDispatchMode, and one is active; {INSTEAD}"
+                f"torch.compile compiles nothing under a TorchDispatchMode, but one is active; {INSTEAD}"
             )
         refuse_forward_mode(f"a compiled {name}")
         if find_transform() is not None:

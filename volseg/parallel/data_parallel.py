@@ -226,7 +226,7 @@ class _Replicated:
             known, version = before.get(name, (None, 0))
             if known is not buffer or get_version(buffer) != version:
                 raise ParallelError(
-                    f"the network's forward changes its buffer {name}, and this process computes "
+                    f"the network's forward changes its buffer {name}, but this process computes "
                     f"{len(self.replicas.own)} replicas one after the other, each of which would change it again; "
                     "start one process per replica"
                 )

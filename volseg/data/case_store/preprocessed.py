@@ -171,7 +171,7 @@ class StoredCase:
         except Exception as fault:  # damaged bytes may raise anything
             if isinstance(fault, OSError) and fault.errno != errno.EINVAL:  # a place before the file's first byte
                 raise
-            raise DamagedCaseError(f"{path} is cut off, or is not what was written") from fault
+            raise DamagedCaseError(f"{path} is cut off, or was changed after it was written") from fault
         return cls(
             path=path,
             size=told.st_size,
@@ -229,7 +229,7 @@ class StoredCase:
         except Exception:  # damaged bytes may raise anything
             is_whole = False
         if not is_whole:
-            raise DamagedCaseError(f"the content of {self.path} is not what was written")
+            raise DamagedCaseError(f"the content of {self.path} was changed after it was written")
 
     def volumes(self) -> Case:
         """Return all volumes, with their metadata."""

@@ -241,7 +241,7 @@ class _Walk:
 
     def _keep(self, into: Item, tag: Tag, found: "bytes | list[Item]") -> None:
         if tag in into.elements and (isinstance(found, list) or into.elements[tag] != found):
-            raise damaged(self.path, f"element ({tag[0]:04x},{tag[1]:04x}) stands twice in one place")
+            raise damaged(self.path, f"element ({tag[0]:04x},{tag[1]:04x}) occurs twice in one place")
         into.elements[tag] = found
 
     def _tag(self, begin: int) -> Tag:

@@ -65,7 +65,7 @@ def describe_stored(header: Header) -> Stored:
     """
     if header.pixels is None:
         raise ReaderError(
-            f"{header.path} holds no PixelData: it is not an image, or one of floats, which is not read; "
+            f"{header.path} holds no PixelData: it is not an image, or volseg does not read its float voxels; "
             "convert it to NIfTI"
         )
     _require_grey(header)

@@ -204,7 +204,7 @@ def _require_trainer(weights: NnunetWeights, folder: Path) -> None:
     """Raise for a trainer whose network the plans do not describe; the weights of any other must fit that network."""
     if OTHER_NETWORKS.fullmatch(weights.trainer):
         raise ConfigError(
-            f"{folder} was trained by {weights.trainer}, whose network is another than its plans describe; predict "
+            f"{folder} was trained by {weights.trainer}, whose network differs from its plans; predict "
             "with nnU-Net itself"
         )
 

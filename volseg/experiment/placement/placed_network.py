@@ -279,8 +279,8 @@ def _deal_devices(count: int, own: torch.device) -> Sequence[str | torch.device]
     gpus, step = list_gpus(), count_gpus() // count
     if gpus.index(own) >= step:
         raise ConfigError(
-            f"parallel.pipeline takes {count} GPUs of each process, and of the {len(gpus)} that are visible process "
-            f"{gpus.index(own)} of this machine finds none left; start {step} processes on a machine"
+            f"parallel.pipeline needs {count} GPUs per process, and the {len(gpus)} visible GPUs leave none to process "
+            f"{gpus.index(own)} of this machine; start {step} processes on a machine"
         )
     return gpus[gpus.index(own) :: step][:count]
 
@@ -328,7 +328,7 @@ def with_fast_kernels(
             reason = str(fault).partition("\n")[0]
     if not is_open:
         raise ConfigError(f"training.kernels is fast, but {reason}; set it to auto or torch")
-    logger.info("training.kernels is auto and takes torch's: %s", reason)
+    logger.info("training.kernels is auto and uses torch's: %s", reason)
     return None
 
 

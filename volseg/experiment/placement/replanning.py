@@ -115,8 +115,8 @@ class Replanned:
         except (ConfigError, ValueError) as fault:  # a ConfigError has a line per fault
             reason = " ".join(str(fault).split())
             raise CheckpointError(
-                f"{source} should say how the run goes on after it was out of memory ({reason}); restore it from a "
-                "copy, or remove it and the run goes on as its config says"
+                f"{source} should hold the settings that replaced those out of memory ({reason}); restore it from "
+                "a copy, or remove it to continue with the settings of the config"
             ) from fault
         return found
 

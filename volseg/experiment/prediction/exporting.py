@@ -171,7 +171,7 @@ def export(
     _refuse_cascade(trained.config, source)
     if len(trained.models) > 1:
         raise ConfigError(
-            f"{source} holds {len(trained.models)} networks, and {to} takes one: name one fold, such as "
+            f"{source} holds {len(trained.models)} networks, but {to} holds one: name one fold, such as "
             f"{source / 'fold_0'}"
         )
     fitted = trained.models[0]

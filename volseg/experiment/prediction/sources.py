@@ -81,7 +81,7 @@ def list_folds(folder: Path) -> list[RunFolder]:
     left = [str(number) for number in begun if number not in finished]
     if begun and not finished:
         raise ConfigError(
-            f"no fold of {folder} is finished (begun: {', '.join(left)}); go on with them by volseg cross-validate "
+            f"no fold of {folder} is finished (begun: {', '.join(left)}); continue them by volseg cross-validate "
             f"CONFIG --resume, or name one of its run folders, such as {begun[int(left[0])].path}"
         )
     if begun:

@@ -147,7 +147,7 @@ class PipelineStrategy:
             accept_gradients_of_other_streams()
         if self.cuts is not None and len(self.cuts) >= len(self.devices):
             raise ParallelError(
-                f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, and there are {len(self.devices)} devices"
+                f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, but there are {len(self.devices)} devices"
             )
         self._recorder = BatchRecorder(net, self.options.record, self.devices)
         taken = signature(net.forward).parameters.values()

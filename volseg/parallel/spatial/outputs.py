@@ -63,7 +63,7 @@ class CutInput:
         for other, made in self._others:
             if _overlap(self.whole, other) and not (is_there and _lies_in(self.whole, made)):
                 raise UnsupportedOperatorError(
-                    f"the network changes its input of shape {tuple(self.whole.shape)} in place, and another one of "
+                    f"the network changes its input of shape {tuple(self.whole.shape)} in place, but another one of "
                     f"shape {tuple(other.shape)} shares its memory: on several devices each has slabs of its own, and "
                     "the other would not have changed. Pass input.clone(), or let the first layer work out of place "
                     "(inplace=False)"
@@ -72,7 +72,7 @@ class CutInput:
             return
         if self.whole.requires_grad:
             raise UnsupportedOperatorError(
-                f"the network changes its input of shape {tuple(self.whole.shape)} in place, and that input needs a "
+                f"the network changes its input of shape {tuple(self.whole.shape)} in place, but that input needs a "
                 "gradient: the slabs on other devices are copies, of whose change autograd would not know. Pass "
                 "input.clone(), or let the first layer work out of place (inplace=False)"
             )
