@@ -93,7 +93,7 @@ def test_a_folder_is_recognised_and_mirrored_as_its_checkpoint_says(model, caplo
     assert trained.build_predictor().mirror_axes == (0, 1)
     assert trained.task.regions == {"whole": (1, 2), "core": (2,)}
     assert load_trained(model, overrides=["inference.mirror=false"]).build_predictor().mirror_axes == ()
-    with pytest.raises(ConfigError, match=r"windows of the patch of its plans, \[8, 24, 24\], got .*\(32, 32, 32\)"):
+    with pytest.raises(ConfigError, match=r"windows of its plans' patch size, \[8, 24, 24\], got .*\(32, 32, 32\)"):
         load_trained(model, overrides=["inference.window=[32,32,32]"])
 
 
@@ -150,7 +150,7 @@ def test_numbers_of_numpy_are_read_and_damaged_files_named(model):
         assert read_checkpoint(model / "fold_0" / "checkpoint_final.pth").trainer == "nnUNetTrainer"
     file = model / "fold_0" / "checkpoint_final.pth"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match=r"is damaged or no file of torch\.save"):
+    with pytest.raises(CheckpointError, match=r"is damaged, or torch\.save did not write it"):
         read_checkpoint(file)
     torch.save({"state_dict": {}}, file)
     with pytest.raises(CheckpointError, match="should hold network_weights, init_args, trainer_name"):

@@ -313,5 +313,5 @@ def test_processes_started_by_gpus(mesh, says, plain, config_file, tmp_path, cap
 def test_a_fault_in_one_process_ends_all_and_is_told(config_file):
     with pytest.raises(ConfigError, match="no network is called 'Unett'"):
         train_on(2, config_file, ["network.name=Unett"])
-    with pytest.raises(ConfigError, match=r"leave out parallel\.devices, or 1\), got 2"):
+    with pytest.raises(ConfigError, match=r"parallel\.devices must be 1 or left out, got 2"):
         train_on(2, config_file, ["device=cpu", "parallel={strategy: spatial, devices: 2}"])

@@ -382,7 +382,7 @@ def test_no_training_starts_with_a_damaged_file(trained_run, config_of, tmp_path
     largest = max(load_checkpoint(trained_run / "checkpoints" / LATEST).model.values(), key=torch.Tensor.numel)
     content[content.index(largest.numpy().tobytes())] ^= 64
     (tmp_path / "damaged.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"damaged\.pt is damaged or no file of torch\.save"):
+    with pytest.raises(CheckpointError, match=r"damaged\.pt is damaged, or torch\.save did not write it"):
         train(config_of(tmp_path / "begun", f"training.start_from={tmp_path / 'damaged.pt'}"))
     assert not (tmp_path / "begun").exists()
 
