@@ -138,7 +138,7 @@ class Launch:
                     "an access lies in the memory of a tensor, but beside the part of it that the kernel was given"
                 )
             if (addresses[here] % size).any():
-                self.fail(f"an address is no multiple of the {size} bytes of what lies there")
+                self.fail(f"an address is not a multiple of the {size} bytes of what lies there")
             found.append((region, offsets, lanes[here]))
             addresses, lanes = addresses[~here], lanes[~here]
         return found

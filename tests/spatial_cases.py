@@ -358,7 +358,7 @@ def supervised(**where: Any) -> dict[str, float]:
 
 
 def refused() -> dict[str, float]:
-    """A label that is no class, in the slab of one process, is refused by all: no process waits for another."""
+    """A label that is not a class, in the slab of one process, is refused by all: no process waits for another."""
     from volseg.losses.dice_cross_entropy import Terms, dice_cross_entropy
 
     model = ModelParallel(nn.Conv3d(1, 3, 1), strategy="spatial")
@@ -436,7 +436,7 @@ EXTRA = {
     "different volumes": different,
     "scattered batch": scattered,
     "supervised": supervised,
-    "label that is no class": refused,
+    "label that is not a class": refused,
     "replicas": replicas,
 }
 

@@ -12,7 +12,7 @@
     ├── BatchFieldError (KeyError)          a field that a named module needs and the batch lacks, or the reverse
     ├── CheckpointError (RuntimeError)      a checkpoint that is absent, damaged or of another run
     ├── NonFiniteLossError (ArithmeticError) training diverged
-    ├── NonFinitePredictionError (ArithmeticError) a model gave probabilities that are no numbers
+    ├── NonFinitePredictionError (ArithmeticError) a model gave probabilities that are not numbers
     ├── FollowError (RuntimeError)          a step that cannot be followed without a GPU
     ├── OutOfMemoryError (MemoryError)      a batch or a volume that the device cannot hold
     └── ParallelError (RuntimeError)        devices, processes or shards that do not fit together

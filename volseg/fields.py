@@ -1,4 +1,4 @@
-"""Field names of what volseg passes around: a case, and a batch of patches.
+"""Types of a case and of a batch of patches.
 
 Aliases instead of TypedDicts: configs add fields, and code looks fields up by variable names.
 """

@@ -52,7 +52,7 @@ def decode_text(content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as fault:
-        raise ValueError(f"no text in UTF-8 ({fault})") from fault
+        raise ValueError(f"not text in UTF-8 ({fault})") from fault
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def require_writable(folder: str | os.PathLike[str]) -> Path:
     path = Path(folder)
     above = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        what = "may not be written to" if above.is_dir() else "is no folder"
+        what = "may not be written to" if above.is_dir() else "is not a folder"
         raise ConfigError(f"{path} cannot be written to, as {above} {what}; choose another folder")
     return path
 

@@ -1,4 +1,4 @@
-"""Free main memory, so that volseg refuses work that cannot fit before the system kills the process."""
+"""Measure free main memory, so that volseg refuses work that cannot fit before the system kills the process."""
 
 import os
 from pathlib import Path

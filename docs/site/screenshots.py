@@ -51,7 +51,7 @@ def main() -> None:
     given = parser.parse_args()
     if not (given.run / "config.yaml").exists():
         if given.data is None:
-            parser.error(f"{given.run} is no run: name one by --run, or the data set to train on")
+            parser.error(f"{given.run} is not a run: name one by --run, or the data set to train on")
         train_small(given.data, given.run)
     given.output.mkdir(parents=True, exist_ok=True)
     with Browser() as browser:

@@ -116,7 +116,7 @@ def test_a_losss_weight_is_a_list_of_class_weights_and_one_number_names_the_fact
 
 def test_a_path_of_another_encoding_is_told_as_such():
     """As Python hands over the bytes of an umlaut where the locale knows ASCII only."""
-    with pytest.raises(ConfigError, match=r"output 'runs/.*' is no text in the encoding of this locale; set LC_ALL"):
+    with pytest.raises(ConfigError, match=r"output 'runs/.*' cannot be encoded in this locale; set LC_ALL"):
         path_override("output", Path(b"runs/\xc3\xbc".decode("ascii", "surrogateescape")))
 
 
@@ -183,9 +183,9 @@ FILES = {
     "list": (b"- a\n- b\n", "must hold `key: value` lines, got a list"),
     "text": (b"just text\n", "must hold `key: value` lines, got a str"),
     "tabs": (b"name: a\n\tdata: b\n", "is not valid YAML: .*line 2, column 1.*indent by spaces: YAML takes no tabs"),
-    "twice": (b"name: a\nname: b\n", "the key 'name' stands twice; keep one"),
-    "image": (b"\x1f\x8b\x08\xff", "is no text in UTF-8 .*; name a YAML file, saved as UTF-8"),
-    "manifest": (b'{"name": "T", "labels": {"0": "a"}}', "is no config .*: it has labels, name.*data set by its"),
+    "twice": (b"name: a\nname: b\n", "the key 'name' occurs twice; keep one"),
+    "image": (b"\x1f\x8b\x08\xff", "is not text in UTF-8 .*; name a YAML file, saved as UTF-8"),
+    "manifest": (b'{"name": "T", "labels": {"0": "a"}}', "is not a config .*: it has labels, name.*data set by its"),
 }  # fmt: skip
 
 

@@ -75,16 +75,16 @@ def test_fewer_processes_compute_the_same_in_one_order(parallel, processes, spre
 @pytest.mark.parametrize(
     ("parallel", "processes", "fixed_order", "words"),
     [
-        ({"data": 2, "spatial": 2}, 3, False, "takes 4 processes, and there are 3; start as many"),
+        ({"data": 2, "spatial": 2}, 3, False, "takes 4 processes, but there are 3; start as many"),
         ({"data": 2}, 1, False, "volseg train does, or torchrun"),
         ({"data": 3}, 2, True, "of the replicas 1, or a half, a quarter"),
         ({"spatial": 2}, 16, False, "8 replicas .* cannot share patch.batch: 4"),
         ({"data": 2, "strategy": "auto"}, 2, False, "auto chooses for a model of one process"),
         ({"strategy": "pipeline"}, 2, False, r"set parallel\.pipeline to that number"),
-        ({"devices": 2}, 2, False, r"leave out parallel\.devices"),
-        ({"devices": ("cpu", "cpu")}, 2, False, r"leave out parallel\.devices"),
-        ({"checkpoint": "all"}, 1, False, r"no volume is run by it here; set parallel\.strategy: spatial"),
-        ({"checkpoint": 1, "data": 2}, 2, False, "no volume is run by it here"),
+        ({"devices": 2}, 2, False, r"parallel\.devices must be 1 or left out"),
+        ({"devices": ("cpu", "cpu")}, 2, False, r"parallel\.devices must be 1 or left out"),
+        ({"checkpoint": "all"}, 1, False, r"which does not run here; set parallel\.strategy: spatial"),
+        ({"checkpoint": 1, "data": 2}, 2, False, "the spatial strategy, which does not run here"),
     ],
 )
 def test_what_processes_cannot_do_says_the_way_out(parallel, processes, fixed_order, words):
@@ -95,8 +95,8 @@ def test_what_processes_cannot_do_says_the_way_out(parallel, processes, fixed_or
 @pytest.mark.parametrize(
     ("parallel", "words"),
     [
-        ({"pipeline": 2, "spatial": 2}, "one network takes one of them"),
-        ({"pipeline": 2, "strategy": "spatial"}, "one network takes one of them"),
+        ({"pipeline": 2, "spatial": 2}, "a network supports only one of the two"),
+        ({"pipeline": 2, "strategy": "spatial"}, "a network supports only one of the two"),
         ({"spatial": 2, "strategy": "pipeline"}, "leave one of them out"),
         ({"data": 2, "devices": 2}, "leave out devices"),
         ({"pipeline": 2, "devices": 2}, "leave out devices"),
@@ -175,7 +175,7 @@ def test_volseg_train_starts_the_processes_of_the_mesh():
     [(1, {}, "--gpus 1 asks"), (2, {}, "--gpus 2 asks"), (None, {"data": 2}, r"mesh \(data: 2, .*\) asks")],
 )
 def test_without_gpus_nothing_is_tried_out_on_a_cpu_unless_told(num_gpus, parallel, asks):
-    with pytest.raises(ConfigError, match=f"{asks} for GPUs, and none is visible; .* by --set device=cpu"):
+    with pytest.raises(ConfigError, match=f"{asks} for GPUs, but none is visible; .* by --set device=cpu"):
         count(num_gpus, 0, **parallel)
     assert count(None, 0) == 1
     assert count(None, 0, data=4, spatial=2, fixed_order=True) == 1  # which computes the same bits
@@ -189,9 +189,9 @@ def test_too_few_gpus_are_refused_or_compute_the_same_bits():
     assert count(None, 2, data=4, fixed_order=True) == 2
     assert count(None, 3, data=4, fixed_order=True) == 2
     assert count(None, 1, data=3, spatial=2, fixed_order=True) == 1
-    with pytest.raises(ConfigError, match=r"--gpus 3 is no multiple of parallel\.pipeline: 2"):
+    with pytest.raises(ConfigError, match=r"--gpus 3 is not a multiple of parallel\.pipeline: 2"):
         count(3, 4, pipeline=2)
-    with pytest.raises(ConfigError, match="takes 4 processes, and there are 2"):
+    with pytest.raises(ConfigError, match="takes 4 processes, but there are 2"):
         count(2, 4, data=4, spatial=1)
 
 

@@ -77,7 +77,7 @@ BAD = {
     "constant": ("image", np.full_like(IMAGE, 7), "is constant: every voxel is 7; export the image again"),
     "channels": ("image", np.stack([IMAGE, IMAGE], -1), "has 2 channel(s) (a time series?), but the task declares 1"),
     "undeclared": ("label", changed(LABEL, 5), "holds 5 in 1 voxel(s), but the task declares [0, 1, 2]; correct the"),
-    "fraction": ("label", changed(LABEL, 0.5), "holds values that are no integers (0.5); it was probably resampled"),
+    "fraction": ("label", changed(LABEL, 0.5), "holds values that are not integers (0.5); it was probably resampled"),
     "label channels": ("label", np.stack([LABEL, LABEL], -1), "has 2 channels; a label map needs one, with a number"),
     "shape": ("label", LABEL[:, :-1], "has the shape (6, 6, 8), but its image has (6, 7, 8); resample it onto the"),
 }

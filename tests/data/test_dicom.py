@@ -40,7 +40,7 @@ def test_several_series_are_named(tmp_path):
 def test_truncated_slice_and_a_folder_without_series(tmp_path, capfd):
     path = stack(tmp_path) / "s003.dcm"
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(ReaderError, match=r"s003\.dcm is no readable DICOM file; fetch it again"):
+    with pytest.raises(ReaderError, match=r"s003\.dcm is not a readable DICOM file; fetch it again"):
         read_volume(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/notes.txt").write_text("nothing here", encoding="utf-8")
@@ -61,7 +61,7 @@ def test_file_that_is_no_dicom(tmp_path):
     (tmp_path / "series/s001.dcm").write_bytes(b"broken" * 50)  # the last slice: the rest is an even stack
     (tmp_path / "series/._s001.dcm").write_bytes(b"left by macOS")
     (tmp_path / "series/notes.txt").write_text("not an image", encoding="utf-8")
-    with pytest.raises(ReaderError, match=r"series/s001\.dcm is no readable DICOM file"):
+    with pytest.raises(ReaderError, match=r"series/s001\.dcm is not a readable DICOM file"):
         read_volume(tmp_path / "series")
 
 

@@ -334,7 +334,7 @@ def test_what_is_written_is_read_again_and_damaged_files_are_refused(kind, tmp_p
     content = (tmp_path / "label.dcm").read_bytes()
     for kept in (0.3, 0.99):
         (tmp_path / "cut.dcm").write_bytes(content[: int(kept * len(content))])
-        with pytest.raises(ReaderError, match=r"cut\.dcm is no readable DICOM file"):
+        with pytest.raises(ReaderError, match=r"cut\.dcm is not a readable DICOM file"):
             read_label(tmp_path / "cut.dcm", folder, task)
 
 

@@ -214,7 +214,7 @@ def test_a_server_that_stalls_is_asked_again(serve, fetch, monkeypatch):
 AT_ONCE = {
     "404": (refuse(404), r"the server answers 404 \(.*\); check the address, or name a mirror by --url"),
     "no length": (whole(Content_Length=None), "the server does not give the length of the file; name a mirror by"),
-    "other bytes": (whole(NEWER), r"is another file than the one wanted, .*: its md5 is \w{32}, needed \w{32}; try"),
+    "other bytes": (whole(NEWER), r"is not the wanted file, .*: its md5 is \w{32}, needed \w{32}; try"),
 }
 
 
@@ -247,7 +247,7 @@ def test_an_encrypted_address_redirects_to_no_plain_one(serve, fetch, monkeypatc
     monkeypatch.setattr(urllib.request.HTTPSHandler, "https_open", answer_unencrypted)
     plain, _ = serve(whole())
     first, _ = serve(refuse(302, Location=plain))
-    with pytest.raises(DataError, match=rf"leads to {plain}, which is not encrypted"):
+    with pytest.raises(DataError, match=rf"redirects to {plain}, which is not encrypted"):
         fetch(first.replace("http:", "https:"))
 
 
@@ -362,7 +362,7 @@ def test_a_task_is_fetched_whole(serve, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"no archive", r"is no tar archive"),
+        (b"no archive", r"is not a tar archive"),
         (make_archive(training=[]), r"declares no training cases"),
         (make_archive(training=[{"image": "imagesTr/b.nii", "label": "labelsTr/b.nii"}]), r"declares 2 absent file"),
     ],

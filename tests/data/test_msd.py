@@ -116,8 +116,8 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
         ({"modality": {"0": ""}}, r"'modality' should give 0 a name, got ''"),
         ({"training": [pair(), pair("imagesTr/b.nii.gz")]}, r"1 file\(s\) more than once, first labelsTr/a\.nii\.gz"),
         ({"training": [pair(label="imagesTr/a.nii.gz")]}, r"1 file\(s\) more than once, first imagesTr/a\.nii\.gz"),
-        ({"training": [pair("imagesTr/" + "a" * 5000 + ".nii")]}, r"of 5013 characters, which no file can be called"),
-        ({"training": [pair("imagesTr/\0.nii")]}, r"which no file can be called"),
+        ({"training": [pair("imagesTr/" + "a" * 5000 + ".nii")]}, r"of 5013 characters, which is not a valid name"),
+        ({"training": [pair("imagesTr/\0.nii")]}, r"which is not a valid name"),
         ({"training": [pair("imagesTr/\ud800.nii")]}, r"which is not valid UTF-8"),
         ({"modality": ...}, r"'modality' should map the numbers 0, 1, 2 \.\.\. to names, got None"),
         ({"channel_names": {"0": "T1"}}, r"'channel_names' and 'modality' name other channels; keep one of them"),
@@ -130,7 +130,7 @@ def test_what_would_cost_a_training_is_refused(msd, changes, message):
 
 def test_folder_that_is_no_task(tmp_path):
     (tmp_path / "imagesTr").mkdir()
-    with pytest.raises(DataError, match=r"is no data set: there is no dataset\.json in it, .* beside imagesTr and"):
+    with pytest.raises(DataError, match=r"is not a data set: there is no dataset\.json in it, .* beside imagesTr and"):
         load_task(tmp_path)
     with pytest.raises(DataError, match="Task99 does not exist; name the TaskNN_Name folder"):
         load_task(tmp_path / "Task99")

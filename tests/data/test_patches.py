@@ -217,7 +217,7 @@ def test_patches_of_sparse_annotations_hold_annotated_voxels():
     bank = VolumeCache([sparse, nobody], num_classes=3, is_sparse=True)
     assert bank.annotated is not None
     assert bank.annotated.count.tolist() == [[36 + 12], [0]]
-    assert bank.foreground.count.tolist() == [[12, 0], [0, 0]]  # the ignored value is no class
+    assert bank.foreground.count.tolist() == [[12, 0], [0, 0]]  # the ignored value is not a class
     plan = PatchBatches(bank, (4, 6, 6), batch_size=4, iterations=100, foreground=0.5).plan(0)
     first = plan.corners[..., 0]
     holds = [(first <= plane) & (plane < first + 4) for plane in (8, 30)]

@@ -66,7 +66,7 @@ def test_written_splits_are_nnunets_and_read_back(tmp_path):
         ('[{"train": ["a"]}]', r"fold 0 should be .*, got keys \['train'\]"),
         ('[{"train": "a", "val": ["b"]}]', r"fold 0: 'train' should be a list of case ids \(strings\)"),
         ('[{"train": ["a"], "val": ["b"]}, {"train": ["a", "b"], "val": ["b"]}]', "fold 1: 'b' stand in training and"),
-        ('[{"train": ["a", "a"], "val": ["b"]}]', "fold 0: 'a' stand twice among the training cases; keep each once"),
+        ('[{"train": ["a", "a"], "val": ["b"]}]', "fold 0: 'a' occur twice among the training cases; keep each once"),
         ('[{"train": [], "val": ["a"]}]', r"fold 0: a split needs cases to train on, got none \(1 for validation\)"),
         ('[{"train": ["a"], "val": ["hippocampus_1"]}]', "fold 0: 'val' names 'hippocampus_1', not in the task; did"),
     ],

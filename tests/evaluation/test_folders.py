@@ -131,7 +131,7 @@ def test_folders_that_cannot_be_paired_are_refused(write_names, tmp_path):
     words = r"no case is in both .*out \(pat13_final, .*labels \(pat13, .*a table \(CSV\)"
     with pytest.raises(DataError, match=words):
         pair_files(out, labels)
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         pair_files(tmp_path / "absent", labels)
     write_names("pat14", "")
     with pytest.raises(DataError, match=r"lacks 1 of 2 case\(s\): pat13; .*--allow-missing; files are paired"):
@@ -201,7 +201,7 @@ def test_labels_are_named_found_or_taken_from_the_files(folders, tmp_path):
     for wrong in ("1=", "organ=1", "=x"):
         with pytest.raises(DataError, match="labels are named as 1=liver,2=tumour"):
             load_label_names(labels, predictions, wrong)
-    with pytest.raises(DataError, match=r"is no dataset.json with 'labels'"):
+    with pytest.raises(DataError, match=r"is not a dataset.json with 'labels'"):
         load_label_names(labels, predictions, str(predictions))
     (labels.parent / "dataset.json").unlink()
     write(predictions / "case_3.nii.gz", value=4)

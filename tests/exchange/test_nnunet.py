@@ -93,7 +93,7 @@ def test_a_folder_is_recognised_and_mirrored_as_its_checkpoint_says(model, caplo
     assert trained.build_predictor().mirror_axes == (0, 1)
     assert trained.task.regions == {"whole": (1, 2), "core": (2,)}
     assert load_trained(model, overrides=["inference.mirror=false"]).build_predictor().mirror_axes == ()
-    with pytest.raises(ConfigError, match=r"windows of the patch of its plans, \[8, 24, 24\], got .*\(32, 32, 32\)"):
+    with pytest.raises(ConfigError, match=r"windows of its plans' patch size, \[8, 24, 24\], got .*\(32, 32, 32\)"):
         load_trained(model, overrides=["inference.window=[32,32,32]"])
 
 
@@ -102,7 +102,7 @@ def test_label_maps_of_other_plans_are_not_gone_on_with(model, tmp_path):
     predict(model, [STORED / "images"], tmp_path / "out").require_all()
     file = model / "plans.json"
     file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"made otherwise \(weights differ\)"):
+    with pytest.raises(ConfigError, match=r"made with other settings \(weights differ\)"):
         predict(model, [STORED / "images"], tmp_path / "out", resume=True)
 
 
@@ -150,7 +150,7 @@ def test_numbers_of_numpy_are_read_and_damaged_files_named(model):
         assert read_checkpoint(model / "fold_0" / "checkpoint_final.pth").trainer == "nnUNetTrainer"
     file = model / "fold_0" / "checkpoint_final.pth"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(CheckpointError, match=r"is damaged or no file of torch\.save"):
+    with pytest.raises(CheckpointError, match=r"is damaged, or torch\.save did not write it"):
         read_checkpoint(file)
     torch.save({"state_dict": {}}, file)
     with pytest.raises(CheckpointError, match="should hold network_weights, init_args, trainer_name"):
@@ -258,7 +258,7 @@ def test_damaged_plans_and_regions_without_an_order_are_refused(model):
     declared = json.loads(file.read_text(encoding="utf-8"))
     del declared["regions_class_order"]
     file.write_text(json.dumps(declared), encoding="utf-8")
-    with pytest.raises(DataError, match="declares regions and no regions_class_order"):
+    with pytest.raises(DataError, match="declares regions but no regions_class_order"):
         load_trained(model)
     (model / "plans.json").write_text("{}", encoding="utf-8")
     with pytest.raises(DataError, match="should hold nnU-Net's plans"):

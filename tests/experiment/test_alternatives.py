@@ -134,7 +134,7 @@ def test_a_plan_that_does_not_come_is_told_and_raises_nothing(configured):
     [
         (
             ["patch.size=[4000,4000,4000]"],
-            r"patch\.size \[4000, 4000, 4000\] times patch\.batch 2 takes .* GiB for an image and its logits, and",
+            r"patch\.size \[4000, 4000, 4000\] times patch\.batch 2 takes .* GiB for an image and its logits, but",
         ),
         (["patch.batch=1000000000"], r"patch\.size \[16, 16, 16\] times patch\.batch 1000000000 takes .* GiB"),
         (["inference.window=[4000,4000,4000]"], r"inference\.window \[4000, 4000, 4000\] takes .* GiB"),

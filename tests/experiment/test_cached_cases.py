@@ -82,7 +82,7 @@ def test_the_command_line_lists_verifies_and_clears(config_file, own_cache, task
     entry.path.write_bytes(content)
     status, said = run("data", "cache", "verify", "--folder", str(own_cache))
     assert status == 1
-    assert "is not what was written" in said
+    assert "was changed after it was written" in said
     assert "5 of 6" in said
     assert "removed 0 case(s)" in run("data", "cache", "clear", "--unused", "1")[1]
     assert "removed 5 case(s)" in run("data", "cache", "clear")[1]

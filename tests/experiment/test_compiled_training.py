@@ -139,7 +139,7 @@ def test_a_network_that_cannot_be_compiled_ends_the_run_before_it_begins(configu
 
 @pytest.mark.parametrize("kernels", sorted(UNSETTLED_KERNELS))
 def test_kernels_that_time_chooses_fit_no_deterministic_training_and_no_profile(configured, kernels):
-    with pytest.raises(ConfigError, match=rf"training\.kernels is {kernels}, where kernels are chosen by how long"):
+    with pytest.raises(ConfigError, match=rf"training\.kernels is {kernels}, which chooses kernels by their measured"):
         configured(f"training.kernels={kernels}", "training.deterministic=true")
     with pytest.raises(ConfigError, match="belongs to no layer of the network"):
         profile_training(configured(f"training.kernels={kernels}"))
@@ -265,7 +265,7 @@ def test_on_a_gpu_that_is_too_old_auto_takes_the_plain_network_and_says_why(conf
     for trains in (True, False):
         caplog.clear()
         assert placed_network.with_fast_kernels(network, configured(), 1, old, trains=trains) is None
-        assert caplog.messages == [f"training.kernels is auto and takes torch's: {reason}"]
+        assert caplog.messages == [f"training.kernels is auto and uses torch's: {reason}"]
         with pytest.raises(ConfigError, match=r"training\.kernels is fast, but they need a GPU of compute capability"):
             placed_network.with_fast_kernels(network, configured("training.kernels=fast"), 1, old, trains=trains)
 
@@ -308,7 +308,7 @@ def test_auto_says_why_it_takes_torchs(chosen, caplog, trains, overrides, reason
     caplog.set_level(logging.INFO)
     assert chosen(*overrides, trains=trains) is None
     (told,) = [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()]
-    assert told.startswith("training.kernels is auto and takes torch's: ")
+    assert told.startswith("training.kernels is auto and uses torch's: ")
     assert reason in told
 
 
@@ -321,13 +321,13 @@ def test_a_network_without_a_form_runs_with_torchs_kernels_or_is_refused(chosen,
     monkeypatch.setattr(UNet, "forward", spectral)
     caplog.set_level(logging.INFO)
     assert chosen() is None
-    assert "takes torch's: fft_fftn called from" in caplog.text
+    assert "uses torch's: fft_fftn called from" in caplog.text
     with pytest.raises(ConfigError, match=r"kernels is fast, but .*fft_fftn called from .*; set it to auto"):
         chosen("training.kernels=fast")
 
 
 def test_the_spatial_strategy_on_one_device_is_refused_and_names_the_option(configured):
-    with pytest.raises(ConfigError, match=r"cuts nothing.*training\.kernels: auto takes the fast kernels"):
+    with pytest.raises(ConfigError, match=r"has no effect.*training\.kernels: auto uses the fast kernels"):
         train(configured("parallel={strategy: spatial, devices: 1}"))
 
 

@@ -127,7 +127,7 @@ def test_a_fold_that_was_begun_goes_on_only_when_asked(quick, planned, tmp_path)
     with pytest.raises(KeyboardInterrupt):
         train(fold.config, hooks=[At(1, 1, press_ctrl_c)])
     config = quick("training.epochs=2")
-    with pytest.raises(ConfigError, match=r"fold_1 was begun and not finished; go on by --resume"):
+    with pytest.raises(ConfigError, match=r"fold_1 was begun but not finished; continue with --resume"):
         cross_validate(config)
     assert not (tmp_path / "run" / "fold_0").exists()  # refused before anything is trained
     crossed = cross_validate(config, folds=[1], resume=True)
@@ -244,7 +244,7 @@ def test_the_folds_of_a_split_file(quick, task, tmp_path):
     assert validated == [tuple(names[:2]), tuple(names[4:])]
     for splits, message in (
         ([first, {"train": names[2:], "val": names[1:2]}], rf"{names[1]} validates in folds 0 and 1 of .*splits\.json"),
-        ([{"train": names, "val": []}], r"fold 0 of .*splits\.json validates no case"),
+        ([{"train": names, "val": []}], r"fold 0 of .*splits\.json has no case to validate"),
     ):
         with pytest.raises(ConfigError, match=message):
             cross_validate(write(*splits))
@@ -293,7 +293,7 @@ def test_processes_train_what_they_can_and_tell_what_failed(config_file, planned
     assert "Incomplete: fold(s) 0 of 3." in result.output
     log = tmp_path / "run" / "fold_1.log"
     assert f"fold 1 failed with exit code 1; the last lines of {log}:" in result.output
-    assert "latest.pt is damaged or no file of torch.save" in result.output
+    assert "latest.pt is damaged, or torch.save did not write it" in result.output
     written = json.loads((tmp_path / "run" / "cross_validation.json").read_text(encoding="utf-8"))
     assert [fold["fold"] for fold in written["folds"]] == [0]
     assert list(written["failures"]) == ["1"]

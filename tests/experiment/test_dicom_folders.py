@@ -159,7 +159,7 @@ def test_a_damaged_file_spoils_its_folder_and_no_other(write_series, tmp_path):
     (tmp_path / "export" / "lost" / "y.dcm").write_bytes(b"broken" * 50)
     good, spoilt, lost = resolve_images([tmp_path / "export"])
     assert read_volume(good["image"]).shape == (1, 5, 4, 4)
-    with pytest.raises(ReaderError, match=r"x\.dcm is no readable DICOM file"):
+    with pytest.raises(ReaderError, match=r"x\.dcm is not a readable DICOM file"):
         read_volume(spoilt["image"])
     assert lost["case"] == "lost"
     with pytest.raises(ReaderError, match="holds no readable DICOM series"):

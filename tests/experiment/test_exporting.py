@@ -117,7 +117,7 @@ def test_a_cut_file_is_refused(archive, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"123", "3 bytes are no safetensors file"),
+        (b"123", "3 bytes are not a safetensors file"),
         ((1 << 40).to_bytes(8, "little") + b"{}", "a header of 1099511627776 bytes"),
         ((2).to_bytes(8, "little") + b"[]", "its header cannot be read"),
         (pack_tensors({"a": torch.ones(3)}) + b"surplus", "7 bytes belong to no tensor"),
@@ -145,7 +145,7 @@ def test_tensors_of_every_type_come_back_and_are_the_librarys():
 def test_what_cannot_be_exported_is_told(run, tmp_path):
     with pytest.raises(ConfigError, match=r"exported to a file such as model\.zip, got"):
         export(run, tmp_path)
-    with pytest.raises(ConfigError, match="is no run folder and no cross-validation"):
+    with pytest.raises(ConfigError, match="is neither a run folder nor a cross-validation"):
         export(tmp_path, tmp_path / "model.zip")
     with pytest.raises(ConfigError, match="takes archive, torchscript, onnx, monai-bundle, got 'onxx'; did"):
         export(run, tmp_path / "model.onnx", to="onxx")
@@ -229,5 +229,5 @@ def test_the_network_of_any_source_is_exported_and_a_bundle_of_nnunets_is_refuse
         torch.testing.assert_close(script(image), network(image), rtol=1e-4, atol=1e-4)  # as export compares
     with pytest.raises(ConfigError, match="predicts as nnU-Net does, which MONAI has no counterpart for"):
         export(fold, tmp_path / "bundle", to="monai-bundle")
-    with pytest.raises(ConfigError, match=r"holds 3 networks, and onnx takes one: name one fold, .*fold_0"):
+    with pytest.raises(ConfigError, match=r"holds 3 networks, but onnx holds one: name one fold, .*fold_0"):
         export(archive, tmp_path / "model.onnx", to="onnx")

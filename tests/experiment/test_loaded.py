@@ -113,7 +113,7 @@ def test_mirror_folds_and_every_source_that_predicts(cross_validated, trained, i
     one, other = (volseg.load(source, device="cpu") for source in (cross_validated / "fold_1", archive / "fold_1"))
     assert torch.equal(one(image, probabilities=True).probabilities, other(image, probabilities=True).probabilities)
     for source, wanted, message in ((archive, [7], "has no fold_7; it has fold_0, fold_1, fold_2"),
-                                    (cross_validated, [], "which networks of one source")):  # fmt: skip
+                                    (cross_validated, [], "chooses networks of one source")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             volseg.load(source, folds=wanted)
     with pytest.raises(ConfigError, match=r"device should be auto, cpu, cuda, or cuda:N of \d GPUs, got cuda:99"):

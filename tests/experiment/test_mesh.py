@@ -223,7 +223,7 @@ def test_a_deterministic_run_keeps_how_it_was_shared(config_file, tmp_path):
 
 def test_replicas_share_no_loss_that_mixes_the_samples_of_a_batch(configured):
     config = configured("training.deterministic=true", "parallel.data=2", "losses=[{name: DiceLoss, batch: true}]")
-    with pytest.raises(ConfigError, match="DiceLoss is no mean over the samples of a batch"):
+    with pytest.raises(ConfigError, match="DiceLoss is not a mean over the samples of a batch"):
         train(config)
     assert not config.folder.exists()
 
@@ -313,5 +313,5 @@ def test_processes_started_by_gpus(mesh, says, plain, config_file, tmp_path, cap
 def test_a_fault_in_one_process_ends_all_and_is_told(config_file):
     with pytest.raises(ConfigError, match="no network is called 'Unett'"):
         train_on(2, config_file, ["network.name=Unett"])
-    with pytest.raises(ConfigError, match=r"leave out parallel\.devices, or 1\), got 2"):
+    with pytest.raises(ConfigError, match=r"parallel\.devices must be 1 or left out, got 2"):
         train_on(2, config_file, ["device=cpu", "parallel={strategy: spatial, devices: 2}"])

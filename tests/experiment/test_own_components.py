@@ -163,14 +163,14 @@ def test_a_run_with_ones_own_parts_from_training_to_prediction(own, task, tmp_pa
     images = task / "imagesTs"
     for verb in (("predict", run, images), ("validate", run), ("train", config, "--resume")):
         said = refuse(*verb)
-        assert f"{run} uses what is not here: " in said
+        assert f"{run} uses missing components: " in said
         assert "network 'TinyNet'" in said
         assert f"Give it by --components {components}" in said
     call("predict", run, images, *with_file)
     call("validate", run, "--overwrite", "--components", copy)  # the same bytes elsewhere
     call("predict", run, images, "--resume", "--components", copy)
     components.write_text(COMPONENTS + "\n# changed\n", encoding="utf-8")
-    assert "were made otherwise (components differ)" in refuse("predict", run, images, "--resume", *with_file)
+    assert "were made with other settings (components differ)" in refuse("predict", run, images, "--resume", *with_file)
     call("predict", run, images, "--overwrite", *with_file)
     assert "was begun with network 'TinyNet' from" in caplog.text
     assert "Go on with --components" in refuse("train", config, "--resume", *with_file)

@@ -161,15 +161,15 @@ def test_predictions_of_other_weights_or_settings_are_not_mixed(own_run, images,
     settings = own_run.config_file
     text = settings.read_text(encoding="utf-8")
     settings.write_text(text.replace("mirror: false", "mirror: true"), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"made otherwise \(inference differ\); name another folder by --output, or"):
+    with pytest.raises(ConfigError, match=r"with other settings \(inference differ\); name another folder by --output"):
         predict(own_run, [images], output, resume=True)
     settings.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"made otherwise \(checkpoint differ\)"):
+    with pytest.raises(ConfigError, match=r"made with other settings \(checkpoint differ\)"):
         predict(own_run, [images], output, resume=True, checkpoint="best")
     task = own_run.path / "task.json"
     meant = task.read_text(encoding="utf-8")
     task.write_text(meant.replace('"2"', '"5"'), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"made otherwise \(labels differ\)"):
+    with pytest.raises(ConfigError, match=r"made with other settings \(labels differ\)"):
         predict(own_run, [images], output, resume=True)
     task.write_text(meant, encoding="utf-8")
     before = contents(output)
@@ -274,7 +274,7 @@ def test_other_settings_reach_the_label_maps_and_the_record(cpu_run, cross_valid
     assert contents(tmp_path / "b") != contents(tmp_path / "c")
     entropy = nibabel.load(tmp_path / "c" / "uncertainty" / "synthetic_001.nii.gz")
     assert entropy.shape == nibabel.load(*together.values()).shape
-    with pytest.raises(ConfigError, match=r"made otherwise \(also differ\)"):
+    with pytest.raises(ConfigError, match=r"made with other settings \(also differ\)"):
         predict(cross_validated, image, tmp_path / "c", resume=True)
     with pytest.raises(ConfigError, match="inference differ"):
         predict(cpu_run, image, tmp_path / "b", resume=True, overrides=["inference.mirror=true"])
@@ -389,7 +389,7 @@ def test_what_would_keep_every_case_from_being_written_ends_all(cpu_run, scans, 
     """Each process failed with each of its cases in turn, as with a full disk."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "uncertainty").touch()
-    with pytest.raises(ConfigError, match=r"label maps cannot be written to .*out \(.*go on by --resume"):
+    with pytest.raises(ConfigError, match=r"label maps cannot be written to .*out \(.*continue with --resume"):
         predict(cpu_run, [scans], tmp_path / "out", uncertainty=True, gpus=2)
 
 

@@ -173,7 +173,7 @@ def test_a_second_attempt_that_cannot_be_built_failed_in_no_step(configured, mon
         return build_model(*args, **options)
 
     monkeypatch.setattr(experiment_training, "build_model", build)
-    with pytest.raises(OutOfMemoryError, match=r"It was no training step \(start\)"):
+    with pytest.raises(OutOfMemoryError, match=r"It was not a training step \(start\)"):
         train(configured(REPLAN), hooks=[Full("forward")])
 
 
@@ -319,7 +319,7 @@ def test_a_damaged_record_is_refused(field, value):
     tried = {"where": "here", "at": "epoch 0", "said": "full", "tried": asdict(Candidate())}
     sound = {"asked": {}, "processes": 1, "failure": tried, "overrides": ["parallel.devices=1"], "why": "less memory"}
     assert asdict(replanning.Replanned.read(sound, "replanned.json")) == {**sound, "overrides": ("parallel.devices=1",)}
-    with pytest.raises(CheckpointError, match=r"replanned\.json should say how the run goes on .* remove it"):
+    with pytest.raises(CheckpointError, match=r"replanned\.json should hold the settings that replaced .* remove it"):
         replanning.Replanned.read({**sound, field: value}, "replanned.json")
 
 
@@ -330,7 +330,7 @@ def test_a_validation_without_memory_is_no_matter_of_steps(configured):
                 lambda network, inputs, output: None if network.training else take_all_memory()
             )
 
-    with pytest.raises(OutOfMemoryError, match=r"window \(prediction\).* It was no training step \(predict\)"):
+    with pytest.raises(OutOfMemoryError, match=r"window \(prediction\).* It was not a training step \(predict\)"):
         train(configured(REPLAN), hooks=[FullWindow()])
     folder = RunFolder(configured().folder).path
     assert not (folder / "replanned.json").exists()

@@ -136,7 +136,7 @@ def test_damaged_checkpoints_are_passed_over_and_named(trained, configured, half
 def test_without_a_sound_checkpoint_nothing_begins_by_itself(configured, half):
     for path in half.checkpoints.iterdir():
         damage(path)
-    with pytest.raises(CheckpointError, match=r"nothing to go on from: .*latest\.pt is damaged.*best.*previous"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint to continue from: .*latest\.pt is damaged.*best.*prev"):
         train(configured(), resume=True)
     assert len(list(half.checkpoints.iterdir())) == 3
 
@@ -276,7 +276,7 @@ DAMAGED = {
     "labels are none": b'{"name": "a", "modalities": ["MRI"], "labels": null}',
     "labels are a list": b'{"name": "a", "modalities": ["MRI"], "labels": [1, 2]}',
     "a label is no number": b'{"name": "a", "modalities": ["MRI"], "labels": {"0": "b", "x": "c"}}',
-    "a label is no name": b'{"name": "a", "modalities": ["MRI"], "labels": {"0": "b", "1": null}}',
+    "a label is not a name": b'{"name": "a", "modalities": ["MRI"], "labels": {"0": "b", "1": null}}',
     "no modality": b'{"name": "a", "modalities": [], "labels": {"0": "b", "1": "c"}}',
     "nested": b"[" * 100_000,
 }

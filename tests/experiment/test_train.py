@@ -337,7 +337,7 @@ def test_a_prediction_never_replaces_its_image(trained, task, tmp_path, monkeypa
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(configured, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file is no folder; choose another folder"):
+    with pytest.raises(ConfigError, match=r"file is not a folder; choose another folder"):
         train(configured(f"output={tmp_path}/file/run", "data.root=/nowhere"))
 
 

@@ -165,7 +165,7 @@ def test_runs_and_cross_validations_are_measured_and_label_maps_changed(two_fold
 
 
 def test_what_cannot_be_measured_or_changed_is_refused(two_folds, task, tmp_path):
-    with pytest.raises(ConfigError, match="is no run folder and no cross-validation"):
+    with pytest.raises(ConfigError, match="is neither a run folder nor a cross-validation"):
         determine_postprocessing(tmp_path)
     run = RunFolder(two_folds / "fold_0")
     gone = run.validation / f"{run.split().validation[0]}.nii.gz"
@@ -176,7 +176,7 @@ def test_what_cannot_be_measured_or_changed_is_refused(two_folds, task, tmp_path
     determine_postprocessing(two_folds)
     with pytest.raises(ConfigError, match="holds the label maps as they are"):
         apply_postprocessing(two_folds, run.validation, run.validation)
-    with pytest.raises(DataError, match="is no folder of label maps"):
+    with pytest.raises(DataError, match="is not a folder of label maps"):
         apply_postprocessing(two_folds, tmp_path / "none", tmp_path / "out")
     with pytest.raises(DataError, match=r"\.nii\.gz: the label map holds"):
         apply_postprocessing(two_folds, task / "imagesTr", tmp_path / "out")

@@ -82,7 +82,7 @@ def test_a_data_set_and_further_label_maps(task, tmp_path):
         view(task)
     with pytest.raises(DataError, match=r"other holds no label map of .*, but of .*; a label map is called CASE"):
         view(task / "imagesTs", [other], overwrite=True)
-    with pytest.raises(ConfigError, match=r"is no run, so it has no config in which to set data\.root=x"):
+    with pytest.raises(ConfigError, match=r"is not a run, so it has no config in which to set data\.root=x"):
         view(task, overrides=["data.root=x"])
 
 

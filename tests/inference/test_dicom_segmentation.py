@@ -195,7 +195,7 @@ def test_it_refers_to_its_source_and_invents_nothing(write_series, tmp_path):
 def test_what_is_no_series_is_refused_before_anything_is_computed(write_series, tmp_path, monkeypatch):
     scan = tmp_path / "scan.nii.gz"
     scan.write_bytes(b"no DICOM" * 100)
-    words = r"case a: labels in DICOM refer to the DICOM slices .* leave out --format"
+    words = r"case a: a DICOM segmentation refers to the DICOM slices .* leave out --format"
     for image in (scan, tmp_path / "absent", [tmp_path, tmp_path]):
         with pytest.raises(DataError, match=words):
             require_dicom_source(image, "a")
@@ -216,7 +216,7 @@ def test_slices_that_cannot_be_referred_to_are_refused(write_series, tmp_path):
         (labels, volume, other, GridError, r"DICOM series of .* lies up to 5 mm away from its label map"),
         (labels, volume, files[:5], GridError, r"has the shape \(5, 4, 5\), but its label map has \(5, 4, 6\)"),
         (labels, same, [*files[:5], files[0]], DataError, r"6 slices lie at 5 place\(s\)"),
-        (labels + 9, same, other, DataError, r"holds \[9\], and the values of Brain are \[0, 1, 2\]"),
+        (labels + 9, same, other, DataError, r"holds \[9\], but the values of Brain are \[0, 1, 2\]"),
     ):
         with pytest.raises(error, match=words):
             write_dicom_segmentation(label_map, image, tmp_path / "a.dcm", series=series, task=TUMOUR, weights="0")

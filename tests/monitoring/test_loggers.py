@@ -178,7 +178,7 @@ def test_a_full_disk_ends_no_training_and_is_said_once(tmp_path, caplog):
         subprocess.run(["umount", folder], check=True)
     told = [line for line in caplog.messages if "no more is logged by TensorBoard" in line]
     assert len(told) == 2
-    assert "No space left on device); the training goes on" in told[0]
+    assert "No space left on device); the training continues" in told[0]
     assert "another" in told[1]
 
 
@@ -203,7 +203,7 @@ def test_a_logger_that_fails_is_said_and_ended_once_and_ends_no_training(caplog,
     assert failing.events == [("begin", "a", 0, 10), ("end", {})]
     assert [event[0] for event in heard.events] == ["begin", "scalars", "scalars", "end"]
     more = "" if ends else ", nor could it be ended: OSError: still gone"
-    told = f"no more is logged by a logger (RuntimeError: the server is gone{more}); the training goes on"
+    told = f"no more is logged by a logger (RuntimeError: the server is gone{more}); the training continues"
     assert caplog.messages == [told]
 
 

@@ -166,7 +166,7 @@ WRONG = {
     "no such option": ([*BOTH, "status", "nowhere", "--maxage", "1m"], 2, "No such option: --maxage"),
     "nothing behind the verb": ([*TURNED, "report"], 2, "Missing argument"),
     "a wrong value": ([*JSON, "status", "nowhere", "--max-age", "soon"], 2, "such as 10m"),
-    "a folder that is no run": ([*BOTH, "report", "nowhere"], 1, "nowhere does not exist"),
+    "a folder that is not a run": ([*BOTH, "report", "nowhere"], 1, "nowhere does not exist"),
     "what the system refuses": ([*TURNED, "report", "RUN", "-o", "/dev/full/page.html"], 1, "/dev/full"),
 }
 

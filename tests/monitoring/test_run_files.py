@@ -63,7 +63,7 @@ def test_lines_past_the_epoch_gone_on_from_are_dropped(tmp_path):
 def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path):
     file = tmp_path / "history.jsonl"
     file.write_text('{"epoch": 0}\n{"epoch": 1, "step": 1, "time": 1, "scalars": {}}\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"history.jsonl, line 1, is no line of a history"):
+    with pytest.raises(DataError, match=r"history.jsonl, line 1, is not a line of a history"):
         read_history(file)
 
 
@@ -73,7 +73,7 @@ def test_a_status_is_read_as_it_was_written_and_keys_of_a_later_version_are_pass
     status = RunStatus(state="training", time=2.0, started=1.0, host="here", pid=7, epoch=1, loss=math.nan)
     write_status(file, status)
     written = json.loads(file.read_text(encoding="utf-8"))
-    assert written["loss"] is None  # NaN is no JSON
+    assert written["loss"] is None  # NaN is not JSON
     file.write_text(json.dumps({**written, "of_a_later_version": 1}), encoding="utf-8")
     found = read_status(file)
     assert (found.state, found.epoch, found.loss) == ("training", 1, None)

@@ -53,7 +53,7 @@ def test_without_a_service_the_training_goes_on_and_that_is_said_once(address, m
 
 def test_an_endpoint_that_is_no_web_server_is_refused(monkeypatch):
     monkeypatch.setenv(ENDPOINT_VARIABLE, "file:///etc/passwd")
-    with pytest.raises(ConfigError, match=r"AWS_EC2_METADATA_SERVICE_ENDPOINT is no address .*file:"):
+    with pytest.raises(ConfigError, match=r"AWS_EC2_METADATA_SERVICE_ENDPOINT is not an address .*file:"):
         heeding_spot_notices("aws").__enter__()
 
 

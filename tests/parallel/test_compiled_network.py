@@ -203,7 +203,7 @@ def test_state_that_compiled_code_puts_in_anothers_place_is_not_recorded(traced)
     state = RecordedState(model)
     state.begin()
     model(image)
-    with pytest.raises(ParallelError, match="the step reads last and puts another tensor in its place"):
+    with pytest.raises(ParallelError, match="the step reads last and then replaces it with another tensor"):
         state.keep()
 
 
@@ -370,7 +370,7 @@ def test_replicas_refuse_norms_that_they_cannot_share(traced):
     with pytest.raises(ParallelError, match=r"cannot run under torch\.compile: batch_norm is compiled"):
         share(CompiledNetwork(Heads()))(image)
     for name in ("instance_norm", "batch_norm"):
-        with pytest.raises(ParallelError, match=f"torch's {name} is called for training; replicas support"):
+        with pytest.raises(ParallelError, match=f"forward calls torch.{name} in training; replicas support"):
             share(CallsTorchsNorm(name))(image)
         with pytest.raises(ParallelError, match=f"{name} is compiled"):
             share(CompiledNetwork(CallsTorchsNorm(name)))(image)

@@ -85,7 +85,7 @@ def test_named_devices(gpus):
     gpus(1)
     for unknown in ("gpu", "cuda:x", 1.5):
         with pytest.raises(
-            ParallelError, match=rf"devices names {unknown!r}, which is no device; there are cpu, cuda:0"
+            ParallelError, match=rf"devices names {unknown!r}, which is not a device; there are cpu, cuda:0"
         ):
             devices.name_devices(["cpu", unknown])
 

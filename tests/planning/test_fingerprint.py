@@ -207,7 +207,7 @@ def test_a_damaged_one_is_taken_anew(task, content, caplog):
     place.parent.mkdir(parents=True)
     place.write_text(content, encoding="utf-8")
     assert load_fingerprint(task) is None
-    assert content == '{"key": 1}' or "is no fingerprint" in caplog.text
+    assert content == '{"key": 1}' or "is not a fingerprint" in caplog.text
 
 
 def test_the_share_of_the_largest_component_is_that_of_structures_in_the_case(write):

@@ -194,7 +194,7 @@ def test_a_folder_that_is_taken_away_in_the_middle_of_a_writing_is_told_as_that(
 
 def test_a_folder_in_the_place_of_a_checkpoint_is_told_and_left(trained, tmp_path):
     (tmp_path / LATEST / "inside").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"latest\.pt is no file"):
+    with pytest.raises(CheckpointError, match=r"latest\.pt is not a file"):
         load_checkpoint(tmp_path / LATEST)
     with pytest.raises(CheckpointError, match=r"latest\.pt could not be written"):
         save_checkpoint(trained.state(), tmp_path / LATEST, previous=tmp_path / PREVIOUS)
@@ -382,7 +382,7 @@ def test_no_training_starts_with_a_damaged_file(trained_run, config_of, tmp_path
     largest = max(load_checkpoint(trained_run / "checkpoints" / LATEST).model.values(), key=torch.Tensor.numel)
     content[content.index(largest.numpy().tobytes())] ^= 64
     (tmp_path / "damaged.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"damaged\.pt is damaged or no file of torch\.save"):
+    with pytest.raises(CheckpointError, match=r"damaged\.pt is damaged, or torch\.save did not write it"):
         train(config_of(tmp_path / "begun", f"training.start_from={tmp_path / 'damaged.pt'}"))
     assert not (tmp_path / "begun").exists()
 
@@ -514,7 +514,7 @@ def test_the_extra_state_of_a_network_is_restored(copies, tmp_path):
     for network in made[1:]:
         assert network.net.said == "something"
         assert all(torch.equal(value, state.averaged[name]) for name, value in network.named_parameters())
-    with pytest.raises(CheckpointError, match="_extra_state holds dict, which safetensors has no name for"):
+    with pytest.raises(CheckpointError, match=r"cannot store dict, the type of .*_extra_state"):
         pack_tensors(made[0].state_dict())
 
 

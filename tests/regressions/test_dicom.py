@@ -355,7 +355,7 @@ def test_a_slice_with_a_damaged_header_is_not_left_out(tmp_path):
     end.write_bytes(end.read_bytes().replace(b"\x28\x00\x10\x00US", b"\x29\x00\x10\x00US"))
     refused(series, r"s001\.dcm needs a number of two bytes in DICOM tag \(0028,0010\), Rows")
     end.write_bytes(end.read_bytes().replace(b"\xe0\x7f\x10\x00OW", b"\xe0\x7f\x12\x00OW"))
-    refused(series, r"s001\.dcm is no readable DICOM file")
+    refused(series, r"s001\.dcm is not a readable DICOM file")
 
 
 def test_objects_without_an_image_are_ignored(tmp_path):
@@ -468,4 +468,4 @@ def test_a_repeated_element_is_read_if_its_values_are_equal(tmp_path):
     expect_stored(change(write_series(tmp_path / "like"), lambda content: content.replace(rows, rows * 2)))
     unlike = rows + struct.pack("<HH2sHH", 0x0028, 0x0010, b"US", 2, 3)
     series = change(write_series(tmp_path / "unlike"), lambda content: content.replace(rows, unlike))
-    refused(series, r"element \(0028,0010\) stands twice in one place")
+    refused(series, r"element \(0028,0010\) occurs twice in one place")

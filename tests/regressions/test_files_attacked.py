@@ -67,7 +67,7 @@ LARGEST = (32767, 32767, 32767)
         *((name, side, CUT, {}) for name in ("x.nii", "x.nii.gz") for side in ((1500, 1500, 1500), LARGEST)),
         ("x.nii", (2**40,) * 3, "GiB of memory to be read|is truncated or damaged", {"kind": nibabel.Nifti2Image}),
         *(("x.nii.gz", sides, "has the shape|holds more|damaged", {}) for sides in ((-3, 4, 5), (0, 4, 5), (3, 4, -5))),
-        # Voxels that are no numbers, before an array is made.
+        # Voxels that are not numbers, before an array is made.
         *(
             ("x.nii", LARGEST, "stores voxels of type|is truncated or damaged", {"datatype": code})
             for code in (32, 128, 1536, 1792, 2048, 2304, 4096)
@@ -130,7 +130,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, name, make):
         make(path / "1.dcm")
     else:
         make(path)
-    refused(path, "is no regular file|does not exist|cannot be looked at")
+    refused(path, "is not a regular file|does not exist|cannot be looked at")
 
 
 NRRD = {
@@ -185,7 +185,7 @@ def test_lines_that_ended_itk_do_not_reach_it(tmp_path, field):
         ({"Offset": "9" * 4000}, "a line of 4009 characters"),
         ({"ElementNumberOfChannels": "-1"}, "ElementNumberOfChannels is"),
         ({"ElementNumberOfChannels": "100000"}, r"Expected \d+ bytes, got 120"),
-        ({"ElementType": "MET_LONG"}, "of 4 or 8 bytes; convert its voxels"),  # eight were read as four and zeros
+        ({"ElementType": "MET_LONG"}, "which has 4 or 8 bytes; convert its"),  # eight were read as four and zeros
         ({"ElementType": "MET_NONE"}, "SimpleITK cannot read it"),
         ({"CompressedData": "True", "CompressedDataSize": "99999999999"}, r"Expected 99999999999 bytes"),
         ({"CompressedData": "True"}, "is truncated or damaged"),

@@ -128,11 +128,11 @@ def test_fewer_patients_than_folds_are_refused_with_both_numbers(frames, tmp_pat
 @pytest.mark.parametrize(
     ("group", "said"),
     [
-        (r"^(patient\d+", "is no regular expression"),
+        (r"^(patient\d+", "is not a regular expression"),
         (r"^(patient)(\d+)", "has 2 groups in parentheses; needed: one"),
         (r"^(?:patient\d+)", "has 0 groups in parentheses; needed: one"),
-        ("patient", r"which is no column of Task27_Frames.*one group in parentheses, such as"),
-        (r"^patient\d+", r"which is no column"),
+        ("patient", r"which is not a column of Task27_Frames.*one group in parentheses, such as"),
+        (r"^patient\d+", r"which is not a column"),
         (r"^(patient00[1-5])", r"finds no patient in 2 of 12 cases: 'patient006_frame01', 'patient006_frame12'"),
         (r"^patient\d+_(x?)", "finds no patient in 12 of 12 cases"),
         ("PatientID", "no DICOM PatientID is known for 12 of 12 cases"),

@@ -182,7 +182,7 @@ def test_kept_features_do_not_ask_again(was_trained, asked):
         (lambda net, x: object(), "output 1 of the network is object"),
         (
             lambda net, x: x if x.mean() > 0 else None,
-            r"output 1 of the network is NoneType, \(2, 4, 4, 4\) torch.float64 by micro-batch",
+            r"output 1 of the network is NoneType, \(2, 4, 4, 4\) torch.float64 in the micro-batches",
         ),
     ],
     ids=["as long as a micro-batch", "its number of samples", "a loss", "no tensor", "none of the first"],

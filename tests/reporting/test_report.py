@@ -127,7 +127,7 @@ def test_an_infinite_median_is_told_as_evaluate_does(run):
 def test_a_run_says_which_of_its_files_are_missing_or_damaged(run):
     lines = (run / "history.jsonl").read_text(encoding="utf-8").splitlines()
     (run / "history.jsonl").write_text("\n".join([lines[0], "{", *lines[1:]]) + "\n", encoding="utf-8")
-    assert "is no line of a history" in read_page(run).text
+    assert "is not a line of a history" in read_page(run).text
     for name in ("history.jsonl", "times.json", "status.json", "told.json", "memory.json", "environment.json"):
         (run / name).unlink()
     shutil.rmtree(run / "validation" / "overlays")
@@ -224,7 +224,7 @@ def test_commands_name_the_files_of_components_of_ones_own(run):
 
 
 def test_another_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"is no run folder and no cross-validation: it has neither config\.yaml nor"):
+    with pytest.raises(ConfigError, match=r"neither a run folder nor a cross-validation: it has neither config\.yaml"):
         write_report(tmp_path)
     assert not list(tmp_path.iterdir())
 

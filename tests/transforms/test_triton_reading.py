@@ -72,7 +72,7 @@ def test_patches_are_those_of_the_plain_way(margin, interpolation, effects, chan
     config = AugmentationConfig.model_validate(
         {**STILL, **effects, "margin": margin, "label_interpolation": interpolation}
     )
-    # Three classes of the four labels: what is no class counts as background where it is interpolated.
+    # Three classes of the four labels: what is not a class counts as background where it is interpolated.
     augmentation = BatchAugmentation(config, PATCH, num_classes=3, spacing=(1, 1.5, 2))
     (image, label), (fused, fused_label) = both_ways(augmentation, bank(channels))
     # 1e-4: positions of up to 30 voxels in float32 are off by 1e-5, and neighbouring voxels of noise differ by 5.

@@ -35,7 +35,7 @@ def built(name, **parameters):
 def test_each_loss_is_a_mean_over_samples_by_default_and_no_sum_is(name):
     require(built(name))
     require(built(name), levels=3)
-    with pytest.raises(ConfigError, match=f"{name} is no mean over the samples of a batch"):
+    with pytest.raises(ConfigError, match=f"{name} is not a mean over the samples of a batch"):
         require(built(name, reduction="sum"))
 
 
@@ -84,7 +84,7 @@ def named(function, other="label", output="loss"):
 
 
 WEIGHT = torch.tensor([0.2, 2.0, 1.0])
-MIXES = r"is no mean over the samples of a batch \(.* on . samples, .* dealt"
+MIXES = r"is not a mean over the samples of a batch \(.* on . samples, .* separately"
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ MIXES = r"is no mean over the samples of a batch \(.* on . samples, .* dealt"
         ([built("DiceLoss", batch=True)], f"DiceLoss {MIXES}"),
         ([built("GeneralizedDiceLoss", batch=True)], f"GeneralizedDiceLoss {MIXES}"),
         ([built("DiceCELoss", weight=WEIGHT)], f"DiceCELoss {MIXES}"),
-        ([named(weighted)], "weighted is no mean"),
-        ([named(built("DiceLoss").module, output="dice"), named(weighted, output="entropy")], "weighted is no mean"),
+        ([named(weighted)], "weighted is not a mean"),
+        ([named(built("DiceLoss").module, output="dice"), named(weighted, output="entropy")], "weighted is not a mean"),
         ([named(of_another_field)], r"of_another_field cannot be computed of .*KeyError: 'atlas'"),
         ([built("FocalLoss", weight=WEIGHT)], None),  # not divided by the sum of the weights
         ([named(towards_image, "image")], None),

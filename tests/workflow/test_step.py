@@ -65,7 +65,7 @@ def test_a_batch_must_hold_the_rows_of_the_own_replicas(network):
 
 
 def test_batches_must_say_how_many_samples_the_whole_batch_has(network):
-    with pytest.raises(ConfigError, match="2 replicas share each batch, and the batches do not say how large that is"):
+    with pytest.raises(ConfigError, match="2 replicas share each batch, but the batches do not say how large that is"):
         train(DataParallel(network, join_mesh().replicas(2)), list(Batches()))
 
 
@@ -73,5 +73,5 @@ def test_batches_must_say_how_many_samples_the_whole_batch_has(network):
 def test_a_loss_that_is_no_mean_over_samples_is_refused_without_a_config_too(options, network):
     """Each replica's Dice over its own samples is another loss than the Dice over the batch."""
     mixed = DiceCELoss(softmax=True, to_onehot_y=True, **options)
-    with pytest.raises(ConfigError, match="is no mean over the samples of a batch"):
+    with pytest.raises(ConfigError, match="is not a mean over the samples of a batch"):
         train(DataParallel(network, join_mesh().replicas(2)), Batches(), loss=mixed)

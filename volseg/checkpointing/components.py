@@ -70,7 +70,7 @@ def require_components(folder: Path, *, resumes: bool) -> None:
             by_source.setdefault(one.source, []).append(f"{one.kind} {one.name!r}")
         absent = "; ".join(f"{', '.join(names)} from {source}" for source, names in by_source.items())
         raise ConfigError(
-            f"{folder} uses what is not here: {absent}. Give it by {_describe_remedy(folder, missing[0].source)}"
+            f"{folder} uses missing components: {absent}. Add them by {_describe_remedy(folder, missing[0].source)}"
         )
     for one in recorded:
         now = REGISTRIES[one.kind].get_source(one.name)

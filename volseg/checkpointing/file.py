@@ -87,7 +87,7 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Tra
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}; train first, or name another run folder")
     if not path.is_file():
-        raise CheckpointError(f"{path} is no file and hence no checkpoint; remove it, or name another run folder")
+        raise CheckpointError(f"{path} is not a file and hence not a checkpoint; remove it, or name another run folder")
     state = parse_checkpoint(read_torch_file(path, device), path)
     if state is None:
         raise CheckpointError(f"{path} holds no volseg checkpoint; expected the keys that `volseg train` writes")

@@ -178,7 +178,7 @@ class RunFolder:
         """Read the config of the run, with some values overridden."""
         if not self.config_file.is_file():
             raise ConfigError(
-                f"{self.path} is no run folder: it has no config.yaml; name the folder `volseg train` made"
+                f"{self.path} is not a run folder: it has no config.yaml; name the folder that `volseg train` wrote"
             )
         return load_config(self.config_file, overrides)
 
@@ -259,14 +259,14 @@ class RunFolder:
                 faults[name] = fault
         if not found:
             raise CheckpointError(
-                f"nothing to go on from: {'; '.join(map(str, faults.values()))}. Remove {self.path} or choose another "
-                "--output"
+                f"no checkpoint to continue from: {'; '.join(map(str, faults.values()))}. Remove {self.path} or choose "
+                "another --output"
             )
         newest = max(found, key=lambda name: found[name].progress)
         epoch, batch = found[newest].progress
         for name, damage in faults.items():
             if (self.checkpoints / name).exists():
-                logger.warning("%s; going on from %s, after epoch %d and batch %d", damage, newest, epoch, batch)
+                logger.warning("%s; continuing from %s, after epoch %d and batch %d", damage, newest, epoch, batch)
         return found[newest]
 
 

@@ -223,8 +223,8 @@ def _release(descriptor: int, path: Path) -> None:
 def _require_own(descriptor: int, path: Path) -> None:
     if not _is_at(descriptor, path):
         raise CheckpointError(
-            f"{path} was removed or replaced while this training ran, by somebody who may train there now; nothing "
-            "more is written to that folder. If it still holds this run go on by --resume, else begin again"
+            f"{path} was removed or replaced while this training ran, perhaps by another training; this one writes "
+            "nothing more to it. If the folder still holds this run, continue with --resume, otherwise start again"
         )
 
 

@@ -122,7 +122,7 @@ MadeFolder = Annotated[
     source_argument(
         "RUN|CV",
         "Folder of `volseg train` or `volseg cross-validate`.",
-        "name the folder that `volseg train` or `volseg cross-validate` made",
+        "name the folder that `volseg train` or `volseg cross-validate` wrote",
     ),
 ]
 Settings = Annotated[

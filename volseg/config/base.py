@@ -174,7 +174,7 @@ def list_values(value: Any) -> Iterator[Any]:
 
 
 def _sentence(section: type[BaseModel], error: Any) -> str:
-    # A part like ``list[int]`` or ``constrained-str`` is no key, but one of several types that pydantic tried.
+    # A part like ``list[int]`` or ``constrained-str`` is not a key, but one of several types that pydantic tried.
     keys = [part for part in error["loc"] if "[" not in str(part) and not str(part).startswith("constrained-")]
     *parents, last = keys or ("(top level)",)
     where = ".".join(str(part) for part in (*parents, last))
@@ -202,7 +202,7 @@ def _follows(error: Any) -> bool:
 
 
 def _section_at(section: type[BaseModel], path: Sequence[Any]) -> type[BaseModel]:
-    """Return the section at ``path``; parts that are no field (an index) are skipped."""
+    """Return the section at ``path``; parts that are not fields (an index) are skipped."""
     for part in path:
         if part in section.model_fields:
             section = next(_sections(section.model_fields[part].annotation), section)

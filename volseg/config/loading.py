@@ -38,7 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     Raises
     ------
     ConfigError
-        If the file is absent, is no YAML mapping, or does not fit the schema; names the key and the nearest known key.
+        If the file is absent, is not a YAML mapping, or does not fit the schema; names the key and the nearest one.
     """
     return build_config(read_config(path), overrides, path)
 
@@ -49,7 +49,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        If the file is absent, is no YAML mapping, or has no key of a config.
+        If the file is absent, is not a YAML mapping, or has no key of a config.
     """
     file = Path(path)
     if not file.exists() and (shipped := list_shipped().get(str(path))) is not None:
@@ -63,8 +63,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"config {path} must hold `key: value` lines, got {came}; volseg configure FOLDER writes one")
     if values and not {*values} & {*ExperimentConfig.model_fields}.difference({"name", "training"}):
         raise ConfigError(
-            f"{path} is no config of volseg: it has {', '.join(sorted(map(str, values))[:6])}, of which a config has "
-            f"none; name one, or a data set by its folder, such as {Path(path).parent}"
+            f"{path} is not a config of volseg: it has {', '.join(sorted(map(str, values))[:6])}, and a config has "
+            f"none of these; name a config, or a data set by its folder, such as {Path(path).parent}"
         )
     return values
 
@@ -154,11 +154,11 @@ def path_override(key: str, path: str | Path) -> str:
     Raises
     ------
     ConfigError
-        If the path is no text in the locale's encoding, since a config cannot store it.
+        If the path is not text in the locale's encoding, since a config cannot store it.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in str(path)):
         raise ConfigError(
-            f"{key} {str(path)!r} is no text in the encoding of this locale; set LC_ALL=C.UTF-8, or choose another name"
+            f"{key} {str(path)!r} cannot be encoded in this locale; set LC_ALL=C.UTF-8, or choose another name"
         )
     return f"{key}={json.dumps(str(path), ensure_ascii=False)}"  # a JSON string is a YAML string
 

@@ -126,17 +126,17 @@ class ParallelConfig(ConfigModel):
         if stages and (cuts or self.strategy == "spatial"):
             raise ValueError(
                 f"pipeline: {self.pipeline} lays layers over devices, and spatial: {self.spatial} (strategy: "
-                f"{self.strategy}) cuts volumes: one network takes one of them; leave the other out, both go with data"
+                f"{self.strategy}) cuts volumes: a network supports only one of the two; leave the other out"
             )
         if cuts and self.strategy == "pipeline":
             raise ValueError(
-                f"spatial: {self.spatial} cuts volumes, strategy: pipeline does not; leave one of them out"
+                f"spatial: {self.spatial} cuts volumes, but strategy: pipeline does not; leave one of them out"
             )
         alone = self.devices in (None, 1)
         if not alone and (self.num_gpus > 1):
             raise ValueError(
-                f"devices: {self.devices} belongs to a single process, and data: {self.data}, spatial: {self.spatial}, "
-                f"pipeline: {self.pipeline} say where all of them compute; leave out devices"
+                f"devices: {self.devices} is for a single process, but data: {self.data}, spatial: {self.spatial}, "
+                f"pipeline: {self.pipeline} place the processes of a job; leave out devices"
             )
         return self
 
@@ -163,18 +163,18 @@ def plan_mesh(parallel: ParallelConfig, num_processes: int, *, batch_size: int, 
     """
     if num_processes > 1 and parallel.devices not in (None, 1):
         raise ConfigError(
-            f"{num_processes} processes were started, which need one device each (leave out parallel.devices, or 1), "
-            f"got {parallel.devices}; what a process has several devices for is parallel.pipeline"
+            f"{num_processes} processes were started, so parallel.devices must be 1 or left out, got "
+            f"{parallel.devices}; for several devices per process, set parallel.pipeline"
         )
     data, spatial, is_open = _fill(parallel, num_processes, batch_size)
     if data > 1 and parallel.model_strategy == "auto":
         raise ConfigError(
-            "parallel.strategy: auto chooses for a model of one process, and parallel.data has several; leave out "
+            "parallel.strategy: auto chooses for a model of one process, but parallel.data has several; leave out "
             "strategy, or set parallel.spatial or parallel.pipeline"
         )
     if parallel.model_strategy == "pipeline" and num_processes > 1 and parallel.pipeline is None:
         raise ConfigError(
-            f"{num_processes} processes were started, and parallel.strategy: pipeline does not say how many devices "
+            f"{num_processes} processes were started, but parallel.strategy: pipeline does not say how many devices "
             "each of them has; set parallel.pipeline to that number"
         )
     if data > batch_size:
@@ -184,8 +184,8 @@ def plan_mesh(parallel: ParallelConfig, num_processes: int, *, batch_size: int, 
         )
     if parallel.checkpoint is not None and parallel.model_strategy == "none" and spatial == 1 and not is_open:
         raise ConfigError(
-            f"parallel.checkpoint: {parallel.checkpoint} recomputes what the spatial strategy keeps, and no volume is "
-            "run by it here; set parallel.strategy: spatial, with parallel.devices: 1 (one process) or "
+            f"parallel.checkpoint: {parallel.checkpoint} recomputes activations of the spatial strategy, which does "
+            "not run here; set parallel.strategy: spatial, with parallel.devices: 1 (one process) or "
             "parallel.spatial: 1 (replicas) where volumes stay whole, or leave out parallel.checkpoint"
         )
     along_data, along_spatial = _spread(data, spatial, num_processes, fixed_order)
@@ -230,7 +230,7 @@ def choose_num_processes(
         asks = f"--gpus {wanted} asks" if num_gpus is not None else f"the config's mesh ({_describe(parallel)}) asks"
         if not visible:
             raise ConfigError(
-                f"{asks} for GPUs, and none is visible; leave that out and one process trains on the CPU, or have "
+                f"{asks} for GPUs, but none is visible; leave that out and one process trains on the CPU, or have "
                 "processes share the CPU by --set device=cpu, which is for trying things out"
             )
         raise ConfigError(
@@ -239,8 +239,8 @@ def choose_num_processes(
         )
     if wanted % per_process:
         raise ConfigError(
-            f"--gpus {wanted} is no multiple of parallel.pipeline: {per_process}, the GPUs of each process; choose one "
-            "that is"
+            f"--gpus {wanted} is not a multiple of parallel.pipeline: {per_process}, the GPUs of each process; choose "
+            "a multiple"
         )
     count = wanted // per_process
     if count > 1 or num_gpus is not None:
@@ -298,7 +298,7 @@ def _spread(data: int, spatial: int, num_processes: int, fixed_order: bool) -> t
         else "in deterministic mode fewer may compute that: of the replicas 1, or a half, a quarter ...; of the slabs 1"
     )
     raise ConfigError(
-        f"parallel.data: {data} times parallel.spatial: {spatial} takes {data * spatial} processes, and there are "
+        f"parallel.data: {data} times parallel.spatial: {spatial} takes {data * spatial} processes, but there are "
         f"{num_processes}; start as many (volseg train does, or torchrun), or set one of the two to null, which takes "
         f"what is left; {fewer}"
     )

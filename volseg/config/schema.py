@@ -1,7 +1,7 @@
 """Define the typed config of an experiment, with all its sections.
 
 Every section is frozen and refuses unknown keys (`ConfigModel`); a component is a name and its own parameters. Values
-that follow from the data (channels, classes) are no part of a config.
+that follow from the data (channels, classes) are not part of a config.
 """
 
 import os
@@ -149,11 +149,11 @@ class ExperimentConfig(ConfigModel):
             )
         if self.training.deterministic and kernels in UNSETTLED_KERNELS:
             raise ValueError(
-                f"training.kernels is {kernels}, where kernels are chosen by how long they take, and "
+                f"training.kernels is {kernels}, which chooses kernels by their measured time, but "
                 "training.deterministic: true promises the same bits each time; set kernels to auto, fast or torch"
             )
         if self.training.patience is not None and self.training.validate_every is None:
-            raise ValueError("training.patience counts validations, and training.validate_every is null; leave one out")
+            raise ValueError("training.patience counts validations, but training.validate_every is null; leave one out")
         return self
 
     @model_validator(mode="after")
@@ -172,8 +172,8 @@ class ExperimentConfig(ConfigModel):
             )
         if self.training.deterministic and self.parallel.on_oom == "replan":
             raise ValueError(
-                "parallel.on_oom: replan goes on with other kernels or another mesh, and training.deterministic: true "
-                "promises the same bits from begin to end; leave out one of them"
+                "parallel.on_oom: replan may change kernels or mesh within a run, but training.deterministic: true "
+                "promises the same bits in the whole run; leave out one of them"
             )
         return self
 

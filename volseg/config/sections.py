@@ -92,12 +92,12 @@ def compile_group(group: str) -> re.Pattern[str]:
     Raises
     ------
     ConfigError
-        If ``group`` is no regular expression, or does not have exactly one group in parentheses.
+        If ``group`` is not a regular expression, or does not have exactly one group in parentheses.
     """
     try:
         pattern = re.compile(group)
     except (re.error, OverflowError, RecursionError) as fault:
-        raise ConfigError(f"{group!r} is no regular expression: {fault}") from fault
+        raise ConfigError(f"{group!r} is not a regular expression: {fault}") from fault
     if pattern.groups != 1:
         raise ConfigError(
             f"the pattern {group!r} has {pattern.groups} groups in parentheses; needed: one, which holds the patient. "

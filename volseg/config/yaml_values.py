@@ -152,7 +152,7 @@ class _Builder:
         for key in self._until(yaml.MappingEndEvent):
             name = self._build_key(key, depth)
             if name in mapping:
-                _refuse(key, f"the key {key.value!r} stands twice; keep one")
+                _refuse(key, f"the key {key.value!r} occurs twice; keep one")
             mapping[name] = self._build(next(self._events), depth + 1)
         return mapping
 

@@ -36,7 +36,7 @@ class Split:
             raise DataError(f"a split needs cases to train on, got none ({len(self.validation)} for validation)")
         for side, ids in (("training", self.training), ("validation", self.validation)):
             if doubled := list_duplicates(ids):
-                raise DataError(f"{_list_ids(doubled)} stand twice among the {side} cases; keep each once")
+                raise DataError(f"{_list_ids(doubled)} occur twice among the {side} cases; keep each once")
         if shared := sorted(set(self.training) & set(self.validation)):
             raise DataError(f"{_list_ids(shared)} stand in training and in validation; keep each in one of them")
 
@@ -237,7 +237,7 @@ class Task:
             raise DataError(f"{self.name}: a task has {MOST_CLASSES} labels at most, got {len(shown)}; merge some")
         if self.ignore is not None and (self.ignore in self.labels or self.ignore < 0):
             raise DataError(
-                f"{self.name}: the value to ignore is {self.ignore}; needed: a positive one that is no label, and the "
+                f"{self.name}: the value to ignore is {self.ignore}; needed: a positive one that is not a label; the "
                 f"labels are {shown}"
             )
         for name, values in self.regions.items():

@@ -84,7 +84,7 @@ def download(
     if (found := _digest(part, show)) != md5:
         part.truncate(0)
         raise DataError(
-            f"{url} is another file than the one wanted, or changed between two parts: its md5 is {found}, needed "
+            f"{url} is not the wanted file, or changed between two parts: its md5 is {found}, needed "
             f"{md5}; try again, or name another mirror by --url"
         )
 
@@ -106,7 +106,7 @@ def _complete(url: str, part: BinaryIO, path: Path, spare: float, show: ShowByte
                     "the same command, or name a mirror by --url"
                 ) from reason
             wait = FIRST_WAIT * 2 ** max(failed - 1, 0)
-            logger.info("%s: %s; going on in %.0f s", url, reason, wait)
+            logger.info("%s: %s; continuing in %.0f s", url, reason, wait)
             time.sleep(wait)
 
 
@@ -197,7 +197,7 @@ class _SafeRedirects(urllib.request.HTTPRedirectHandler):
         """Return the next request."""
         require_web(newurl)
         if req.type == "https" and urlsplit(newurl).scheme != "https":
-            raise DataError(f"{req.full_url} leads to {newurl}, which is not encrypted; name another mirror by --url")
+            raise DataError(f"{req.full_url} redirects to {newurl}, which is not encrypted; name a mirror by --url")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 

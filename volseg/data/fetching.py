@@ -149,7 +149,7 @@ def unpack(archive: Path, folder: Path, *, show: ShowBytes | None = None) -> Non
     except OSError as fault:
         raise DataError(f"{archive} cannot be unpacked into {folder}: {fault}") from fault
     except tarfile.TarError as fault:
-        raise DataError(f"{archive} is no tar archive ({fault}); name another mirror by --url") from fault
+        raise DataError(f"{archive} is not a tar archive ({fault}); name another mirror by --url") from fault
 
 
 def _is_surplus(member: tarfile.TarInfo) -> bool:
@@ -160,7 +160,7 @@ def _write(opened: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> No
     path = PurePosixPath(member.name)
     content = opened.extractfile(member) if member.isfile() else None
     if content is None or path.is_absolute() or ".." in path.parts:
-        raise DataError(f"the archive holds {member.name!r}, which is no plain file inside it; it is not unpacked")
+        raise DataError(f"the archive holds {member.name!r}, which is not a plain file inside it; it is not unpacked")
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     with content, (folder / path).open("xb") as file:
         shutil.copyfileobj(content, file, 1 << 20)

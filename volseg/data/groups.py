@@ -266,8 +266,8 @@ def assign_patients(task: Task, group: str | None) -> dict[str, str] | None:
     if "(" not in group:
         known = [*task.columns, *([PATIENT_ID] if _is_dicom(task) else [])]
         raise ConfigError(
-            f"split.group is {group!r}, which is no column of {task.name}; {did_you_mean(group, [*known, 'none'])}. A "
-            r"pattern of names has one group in parentheses, such as ^(patient\d+)"
+            f"split.group is {group!r}, which is not a column of {task.name}; {did_you_mean(group, [*known, 'none'])}. "
+            r"A pattern of names has one group in parentheses, such as ^(patient\d+)"
         )
     pattern = compile_group(group)
     found = {name: match[1] or "" for name in _list_names(task) if (match := pattern.search(name))}

@@ -167,7 +167,7 @@ def _read_nrrd(path: Path) -> _Claim:
             continue
         key = name.replace(" ", "").lower()
         if not colon or not NRRD_FIELD.fullmatch(key):
-            raise damaged(path, f"its header holds the line {line[:40]!r}, which is no NRRD field")
+            raise damaged(path, f"its header holds the line {line[:40]!r}, which is not an NRRD field")
         _add_field(fields, key, value.strip(), path)
     _require_shape(fields, "dimension", "sizes", path)
     encoding = fields.get("encoding", "").lower()
@@ -190,13 +190,13 @@ def _read_meta(path: Path) -> _Claim:
     for line in filter(None, map(str.strip, lines)):
         name, sign, value = line.partition("=")
         if not sign or not 1 <= len(key := name.strip()) <= LONGEST_NAME:  # custom fields are allowed
-            raise damaged(path, f"its header holds the line {line[:40]!r}, which is no field of a MetaImage")
+            raise damaged(path, f"its header holds the line {line[:40]!r}, which is not a field of a MetaImage")
         _add_field(fields, key, value.strip(), path)
     if "ElementDataFile" not in fields:
         raise damaged(path, "its header has no ElementDataFile")
     _require_shape(fields, "NDims", "DimSize", path)
     if (kind := fields.get("ElementType", "").upper()) in ("MET_LONG", "MET_ULONG"):  # ITK reads 4 bytes each
-        raise ReaderError(f"{path} has the ElementType {kind}, of 4 or 8 bytes; convert its voxels to MET_INT")
+        raise ReaderError(f"{path} has the ElementType {kind}, which has 4 or 8 bytes; convert its voxels to MET_INT")
     _read_number(fields, "ElementNumberOfChannels", path, r"[1-9]\d{0,5}", default="1")
     header_size = _read_number(fields, "HeaderSize", path)
     packed_bytes = _read_number(fields, "CompressedDataSize", path, r"\d{1,15}")
@@ -233,7 +233,7 @@ def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:
         if len(line) > LONGEST_LINE and not (not end and (line[:1] == b"#" or b":=" in line)):
             raise damaged(path, f"its header has a line of {len(line)} characters; at most {LONGEST_LINE} are read")
         if re.search(rb"[\x00-\x08\x0b-\x1f\x7f]", line):
-            raise damaged(path, f"its header holds characters that are no text, in {line[:20]!r}")
+            raise damaged(path, f"its header holds characters that are not text, in {line[:20]!r}")
         lines.append(line.decode("latin-1"))
         if end and line.lstrip().startswith(end):
             break

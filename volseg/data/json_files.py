@@ -81,7 +81,7 @@ def parse_json(content: bytes | str, *, has_nan: bool = False) -> Any:
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     built = dict(pairs)
     if len(built) < len(pairs):
-        raise ValueError(f"the key {list_duplicates(key for key, _ in pairs)[0][:80]!r} stands twice; keep one")
+        raise ValueError(f"the key {list_duplicates(key for key, _ in pairs)[0][:80]!r} occurs twice; keep one")
     return built
 
 

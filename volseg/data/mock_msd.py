@@ -73,7 +73,7 @@ def make_mock_task(
     shape = _read_shape(manifest)
     scale = min(1.0, LONGEST_SIDE / max(shape)) if scale is None else scale
     if not 0 < scale <= 1:
-        raise DataError(f"the scale of a mock must lie above 0 and be at most 1, got {scale}")
+        raise DataError(f"the scale of mock data must be above 0 and at most 1, got {scale}")
     described = {
         "name": manifest["name"].partition("_")[2],
         "description": f"Synthetic twin of {manifest['name']}, drawn by a program",

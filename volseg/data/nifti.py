@@ -159,7 +159,7 @@ def _kind_of(head: bytes, path: Path) -> type[nibabel.Nifti1Image]:
     kind = next((kind for kind in KINDS if kind.header_class.may_contain_header(head)), None)
     if kind is None:
         raise ReaderError(
-            f"{path} is no NIfTI file: its header is neither NIfTI-1 nor NIfTI-2; convert it or fetch it again"
+            f"{path} is not a NIfTI file: its header is neither NIfTI-1 nor NIfTI-2; convert it or fetch it again"
         )
     return kind
 

@@ -204,7 +204,7 @@ def choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
     Raises
     ------
     ReaderError
-        If the path does not exist, no reader takes its kind, or its name is no UTF-8.
+        If the path does not exist, no reader takes its kind, or its name is not UTF-8.
     """
     require_text(path, "a file to read", ReaderError)  # ITK would end the process
     if not path.exists():
@@ -219,7 +219,7 @@ def choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
         return read_dicom_series
     advice = "name the folder of the series" if path.suffix.lower() in (".dcm", ".ima") else "convert it"
     raise ReaderError(
-        f"{path} has none of the suffixes {', '.join(SUFFIXES)}, and is no folder of DICOM slices; {advice}"
+        f"{path} has none of the suffixes {', '.join(SUFFIXES)}, and is not a folder of DICOM slices; {advice}"
     )
 
 

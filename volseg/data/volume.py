@@ -70,7 +70,7 @@ def require_regular(path: Path) -> int:
     except OSError as fault:
         raise ReaderError(f"{path} cannot be looked at ({fault.strerror or fault}); check the path") from fault
     if not stat.S_ISREG(found.st_mode):
-        raise ReaderError(f"{path} is no regular file (or a link to something else); name a file that holds an image")
+        raise ReaderError(f"{path} is not a regular file (or a link to something else); name an image file")
     return found.st_size
 
 
@@ -201,7 +201,7 @@ def as_volume(
     Raises
     ------
     ReaderError
-        If the voxels are no numbers, there are none, or the affine does not place them in three dimensions.
+        If the voxels are not numbers, there are none, or the affine does not place them in three dimensions.
     """
     require_numbers(stored, path)
     if voxels.ndim != 4 or 0 in voxels.shape:

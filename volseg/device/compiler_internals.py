@@ -60,7 +60,7 @@ def never_running_plain(most: int) -> Iterator[None]:
         ),
         warnings.catch_warnings(),
     ):
-        # The compiler checks whether its inputs have gradients; inputs of a graph after a break are no leaves.
+        # The compiler checks whether its inputs have gradients; inputs of a graph after a break are not leaves.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
         yield
 

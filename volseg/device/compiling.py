@@ -71,7 +71,7 @@ class Specialization:
         """Return the specialization of a call."""
         function: Any = call.kernel.compiled
         parameters = {parameter.name: parameter for parameter in function.params}
-        # Arguments that are not passed by position are passed by name, like options, which are no parameters.
+        # Arguments that are not passed by position are passed by name, like options, which are not parameters.
         arguments = [_get_kind(value, each) for each, value in zip(function.params, call.arguments, strict=False)]
         options = {name: _get_kind(value, parameters.get(name)) for name, value in call.options.items()}
         return cls(call.kernel.home, tuple(arguments), tuple(sorted(options.items())))

@@ -128,7 +128,7 @@ class GpuObserver:
 
     def read_clock(self, device: torch.device) -> float:
         """Return the seconds that all work of a GPU so far should take."""
-        raise ParallelError(f"no observer of {device}, a fake GPU, knows how long its work takes")
+        raise ParallelError(f"the observer of {device}, a fake GPU, does not compute the time of its work")
 
 
 @dataclass(eq=False)

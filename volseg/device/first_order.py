@@ -46,9 +46,9 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *gradients)
         except CheckpointError as error:
             raise UnsupportedOperatorError(
-                "what a checkpoint computes again differs from what it has computed: a tensor that the block reads, or "
-                "that this was joined from, was changed in place since. Do that out of place, or take the checkpoint "
-                f"away. torch says: {str(error).splitlines()[0]}"
+                "the recomputation of a checkpointed block differs from its forward pass: a tensor that the block "
+                "reads, or a part of a joined one, was changed in place since. Change it out of place, or remove the "
+                f"checkpoint. torch says: {str(error).splitlines()[0]}"
             ) from error
         except RuntimeError as error:
             if not is_changed_in_place(error):

@@ -301,7 +301,7 @@ class RecordedFunction:
     ) -> None:
         self.signature = describe_inputs(inputs)
         if any(tensor.requires_grad for tensor in _list_tensors(dict(inputs))):
-            raise ParallelError("an input needs a gradient, which a replay would not give it; pass input.detach()")
+            raise ParallelError("an input needs a gradient, but a replay computes none; pass input.detach()")
         self._inputs = tree_map(_clone, dict(inputs))
         versions = _read_versions(self._inputs)
         stream = torch.cuda.Stream() if stream is None else stream
@@ -318,7 +318,7 @@ class RecordedFunction:
         if _read_versions(self._inputs) != versions:
             self.release()
             raise ParallelError(
-                "the function changes its input in place, and a replay would change its own copy; pass a clone, or let "
+                "the function changes its input in place, but a replay would change its own copy; pass a clone, or let "
                 "the first layer work out of place (inplace=False)"
             )
 

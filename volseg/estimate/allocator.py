@@ -58,8 +58,8 @@ def has_expandable_segments() -> bool:
             expands = value == "True"
         elif (name, value) != ("backend", "native"):
             raise ConfigError(
-                f"PYTORCH_CUDA_ALLOC_CONF has {part!r}, and how torch's allocator divides memory by that is not "
-                "modelled (expandable_segments is True or False); estimate without it, or measure on the GPU"
+                f"PYTORCH_CUDA_ALLOC_CONF has {part!r}, but the estimate models only expandable_segments "
+                "(True or False) of torch's allocator; estimate without this setting, or measure on the GPU"
             )
     return expands
 

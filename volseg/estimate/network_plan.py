@@ -121,7 +121,7 @@ def _find_machine(count: int | None, gpu: GpuKind | str | None, instance: str | 
         named = get_instance(instance)
         wanted = named.num_gpus if count is None else count
         if not 1 <= wanted <= named.num_gpus:
-            raise ParallelError(f"gpus={wanted}, and {named.instance} has {named.num_gpus} GPU(s)")
+            raise ParallelError(f"gpus={wanted}, but {named.instance} has {named.num_gpus} GPU(s)")
         return replace(named, num_gpus=wanted)
     if gpu is None:
         there = list_gpus()[:count]

@@ -157,7 +157,7 @@ def _classify_convolution(run: KernelRun, dtype: str, where: str) -> list[Kernel
 
 def _name_geometry(slab: Sequence[int], out: Sequence[int]) -> str:
     before, after = prod(slab[2:]), prod(out[2:])
-    # The planes that an unpadded slab loses at a cut are no stride.
+    # The planes that an unpadded slab loses at a cut are not a stride.
     if before < 2 * after and after < 2 * before:
         return "as wide"
     return "to finer" if after > before else "to coarser"

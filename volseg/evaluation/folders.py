@@ -147,7 +147,7 @@ def _list_labels(labels: Path) -> tuple[dict[str, Path], dict[str, Files]]:
 
 def _list_by_id(folder: Path) -> dict[str, Path]:
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder; name one with a label map for each case")
+        raise DataError(f"{folder} is not a folder; name one with a label map for each case")
     files = list_labels(folder)
     if not files:
         raise DataError(f"{folder} holds no volume; needed: a label map for each case, such as CASE.nii.gz")
@@ -215,7 +215,7 @@ def load_label_names(labels: str | Path, predictions: str | Path, names: str | N
         if manifest is not None and "labels" in manifest[1]:
             return _make_task(manifest[1], manifest[0].absolute())
     if names is not None:
-        raise DataError(f"{names} is no dataset.json with 'labels'; name one, or give 1=NAME,2=NAME")
+        raise DataError(f"{names} is not a dataset.json with 'labels'; name one, or give 1=NAME,2=NAME")
     folders = [folder for folder in (Path(predictions), Path(labels)) if folder.is_dir()]
     for file in (file for folder in folders for file in list_images(folder)[:1]):
         with suppress(DataError):  # another format or damaged: reported when its case is scored

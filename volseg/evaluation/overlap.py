@@ -172,7 +172,7 @@ def _index_values(label_map: LabelMap, name: str, known: list[int]) -> Places:
     table[np.add(known, 1)] = np.arange(strange)
     places = np.empty(voxels.shape, dtype=table.dtype)
     for plane, found in zip(voxels, places, strict=True):  # by planes: int64 of a whole volume takes gigabytes
-        with np.errstate(invalid="ignore"):  # what is not finite is no whole number
+        with np.errstate(invalid="ignore"):  # what is not finite is not a whole number
             whole = plane.astype(np.int64)
         if (whole != plane).any():
             raise DataError(f"{name} must hold whole numbers, got {plane[whole != plane].flat[0]:g}")

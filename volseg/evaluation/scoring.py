@@ -97,7 +97,7 @@ VOLUMES = ("volume_pred_ml", "volume_ref_ml", "volume_diff_ml")
 """Of the prediction, of the reference, and the first less the second."""
 
 MOST_SKEW = 1e-3
-"""Cosine of the angle between two axes, above which voxels are no boxes."""
+"""Cosine of the angle between two axes, above which voxels are not boxes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +152,7 @@ class Scoring:
         prediction, reference : array of bool
             ``(D, H, W)``, a box around both and their next voxels; outside of it neither has the structure.
         spacing : sequence of float or None
-            Sides of a voxel in mm; None where voxels are no boxes, whose surfaces are not measured.
+            Sides of a voxel in mm; None where voxels are not boxes, whose surfaces are not measured.
         ignored : array of bool or None
             Voxels that are not annotated and do not count.
         """
@@ -223,7 +223,7 @@ def choose_scoring(
 
 
 def read_spacing(affine: Tensor) -> tuple[tuple[float, float, float] | None, float]:
-    """Return the sides of a voxel in mm, None where it is no box, and its volume in ml."""
+    """Return the sides of a voxel in mm, None where it is not a box, and its volume in ml."""
     axes = affine[:3, :3].double()
     sides = axes.norm(dim=0)
     skew = ((axes / sides).T @ (axes / sides)).fill_diagonal_(0).abs().max()
@@ -258,7 +258,7 @@ def published_results(task: Task) -> list[dict[str, Any]]:
     Dice) and ``source``. Dice of merged or renumbered labels is not comparable: values and names of the labels must be
     the manifest's, without regard to case, as tasks are often written anew by hand.
     """
-    # Found among the names that there are: a task's name comes from its folder or its dataset.json, and is no path.
+    # Found among the names that there are: a task's name comes from its folder or its dataset.json, and is not a path.
     manifest = next((known.manifest for known in list_public_tasks() if known.name == task.name), None)
     if manifest is None:
         return []

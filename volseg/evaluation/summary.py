@@ -1,11 +1,11 @@
 """Summarise an evaluation, in the format of nnU-Net's ``summary.json``.
 
-Where nnU-Net writes the token ``NaN``, which is no JSON, this writes ``null``. Where nnU-Net's foreground mean is NaN
+Where nnU-Net writes the token ``NaN``, which is not JSON, this writes ``null``. Where nnU-Net's foreground mean is NaN
 because one label occurs in no case and no prediction, this is the mean over the labels that have a value. All other
 numbers are nnU-Net's.
 
 A distance is infinite where only one of the two label maps has the structure. It is left out of the means, is counted
-in ``undefined`` beside them, and is ``null`` in the file too: ``n_pred`` and ``n_ref`` tell it from what is no number.
+in ``undefined`` beside them, and is ``null`` in the file too: ``n_pred`` and ``n_ref`` tell it from other nulls.
 """
 
 import csv
@@ -167,7 +167,7 @@ def _find_intervals(scores: np.ndarray) -> list[list[float]]:
 
 
 def write_summary(summary: Summary, path: str | os.PathLike[str]) -> Path:
-    """Write ``summary`` as JSON, in one step or not at all; what is no finite number becomes null. Return the path."""
+    """Write ``summary`` as JSON, atomically; values that are not finite become null. Return the path."""
     path = Path(path)
     with replacing(path) as partial:
         partial.write_text(format_summary(summary) + "\n", encoding="utf-8")
@@ -175,7 +175,7 @@ def write_summary(summary: Summary, path: str | os.PathLike[str]) -> Path:
 
 
 def format_summary(summary: Summary) -> str:
-    """Return ``summary`` as JSON; what is no finite number becomes null."""
+    """Return ``summary`` as JSON; values that are not finite become null."""
     return json.dumps(replace_nan(summary), indent=2, allow_nan=False)
 
 
@@ -209,7 +209,7 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
     Raises
     ------
     DataError
-        If the file is no summary, or a case lacks a label or a metric of the means.
+        If the file is not a summary, or a case lacks a label or a metric of the means.
     """
     summary = read_json(Path(path), "a summary", has_nan=True)
     try:

@@ -208,7 +208,7 @@ def _translate(component: Mapping[str, Any], channels: int) -> dict[str, Any]:
             scaled = {"b_min": (low - mean) / std, "b_max": (high - mean) / std}
             return _apply("ScaleIntensityRanged", a_min=low, a_max=high, **scaled, clip=True)
     raise ConfigError(
-        f"a MONAI bundle cannot hold the step {dict(component)} of the preprocessing; it can: Orientation, Spacing "
+        f"a MONAI bundle cannot hold the step {dict(component)} of the preprocessing; supported: Orientation, Spacing "
         "(thick_slices: linear), CropForeground, ZScore, ClipZScore (with mean and std). Export an archive instead"
     )
 

@@ -64,7 +64,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
         tensor = tensors[name]
         if not isinstance(tensor, Tensor) or tensor.dtype not in NAMES:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise CheckpointError(f"{name} holds {kind}, which safetensors has no name for; it has {', '.join(DTYPES)}")
+            raise CheckpointError(f"safetensors cannot store {kind}, the type of {name}; it stores {', '.join(DTYPES)}")
         tensor = tensor.detach().cpu().contiguous()
         content = tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
         end = offset + len(content)
@@ -85,7 +85,7 @@ def unpack_tensors(content: bytes, where: str) -> dict[str, Tensor]:
         If the header is damaged, a type is unknown, or data are missing, surplus or shared.
     """
     if len(content) < 8:
-        raise CheckpointError(f"{where} is damaged: {len(content)} bytes are no safetensors file")
+        raise CheckpointError(f"{where} is damaged: {len(content)} bytes are not a safetensors file")
     (length,) = struct.unpack("<Q", content[:8])
     if length > min(MOST_HEADER, len(content) - 8):
         raise CheckpointError(f"{where} is damaged: a header of {length} bytes in a file of {len(content)}")
@@ -154,7 +154,7 @@ def read_torch_file(path: Path, device: torch.device | str = "cpu") -> Any:
         raise CheckpointError(f"{path} cannot be read: {fault}") from fault
     except Exception as fault:  # zipfile and torch raise IndexError, KeyError, struct.error ... for damaged bytes
         reason = str(fault).partition("\n")[0] or type(fault).__name__
-        raise CheckpointError(f"{path} is damaged or no file of torch.save ({reason}); copy it again") from fault
+        raise CheckpointError(f"{path} is damaged, or torch.save did not write it ({reason}); copy it again") from fault
 
 
 def _require_intact(file: BinaryIO, path: Path) -> None:
@@ -164,8 +164,8 @@ def _require_intact(file: BinaryIO, path: Path) -> None:
         if file.read(2) == b"PK":
             raise zipfile.BadZipFile("its end is missing")
         raise CheckpointError(
-            f"{path} is damaged or no file of torch.save since torch 1.6. Older files carry no checksums, so damage "
-            f"would change weights without an error. If yours is an older file, save it again: {SAVE_AGAIN}"
+            f"{path} is damaged, or torch.save of torch 1.6 or later did not write it. Older files carry no checksums, "
+            f"so damage would change weights without an error. If yours is an older file, save it again: {SAVE_AGAIN}"
         )
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()

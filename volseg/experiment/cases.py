@@ -88,7 +88,7 @@ def find_previous_stage(config: ExperimentConfig) -> Path | None:
     folder = config.data.previous_stage
     if folder is not None and not folder.is_dir():
         raise ConfigError(
-            f"{config.name} is the second stage of a cascade, and the folder of the first one, {folder}, is absent; "
+            f"{config.name} is the second stage of a cascade, but the folder of the first one, {folder}, is absent; "
             "put it back, or name its new place by --set data.previous_stage=FOLDER"
         )
     return folder
@@ -235,7 +235,7 @@ def choose_split(config: ExperimentConfig, task: Task) -> Split:
     Raises
     ------
     ConfigError
-        If there is no such fold, or ``split.group`` is no column and no pattern.
+        If there is no such fold, or ``split.group`` is not a column and no pattern.
     DataError
         If there are fewer cases or patients than folds, or a case without a patient.
     """

@@ -182,7 +182,7 @@ def plan_run(
     if resume and file.is_file():
         if load_config(file).name != name:
             raise ConfigError(f"{file} plans {load_config(file).name}, not {name}; choose another folder by --output")
-        logger.info("going on as planned in %s", file)
+        logger.info("continuing as planned in %s", file)
         return file
     if resume and run.exists:
         raise ConfigError(f"{run.path} was not planned from a data set; continue it with the config that it began with")

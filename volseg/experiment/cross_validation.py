@@ -319,6 +319,6 @@ def _require_may_begin(waiting: Sequence[Fold], resume: bool) -> None:
     begun = [str(fold.folder.path) for fold in waiting if fold.folder.exists]
     if begun and not resume:
         raise ConfigError(
-            f"{', '.join(begun)} {'was' if len(begun) == 1 else 'were'} begun and not finished; go on by --resume, or "
-            "choose another folder by --output"
+            f"{', '.join(begun)} {'was' if len(begun) == 1 else 'were'} begun but not finished; continue with "
+            "--resume, or choose another folder by --output"
         )

@@ -165,7 +165,7 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
 
         if (begun := load_mesh(loaded, num_gpus)) is not None:
             parallel = json.dumps(begun.model_dump(mode="json", exclude_defaults=True))
-            logger.info("parallel: auto goes on as the run was begun, with %s", parallel)
+            logger.info("parallel: auto continues as the run started, with %s", parallel)
             return [f"parallel={parallel}"], begun.num_gpus
     if loaded.device == "cpu" or not count_gpus():
         return [], num_gpus

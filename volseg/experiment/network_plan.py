@@ -58,7 +58,7 @@ class NetworkPlan:
         Raises
         ------
         DataError
-            If ``content`` is no plan.
+            If ``content`` is not a plan.
         """
         with suppress(ValueError):
             plan = read_record(cls, content)
@@ -100,7 +100,7 @@ def compute_spacing(config: ExperimentConfig, task: Task) -> Sides:
     known = {case["case"]: sides for case, sides in zip(task.training, read, strict=True) if sides is not None}
     if not known:
         raise DataError(
-            f"the voxel sides of all {len(read)} cases of {task.root} are unreadable, and the plan of the network and "
+            f"the voxel sides of all {len(read)} cases of {task.root} are unreadable, but the plan of the network and "
             "rotations need them; see volseg data check, or set the sides by a Spacing step"
         )
     d, h, w = np.median(list(known.values()), axis=0).tolist()

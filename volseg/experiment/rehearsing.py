@@ -173,7 +173,7 @@ def _tell(fault: Exception) -> str:
 
 
 def require_window(network: FitGrid, config: ExperimentConfig) -> None:
-    """Raise if a network of fixed size has no window of that size: the first whole volume may come after hours."""
+    """Raise if a network of fixed size has no window of that size; the first whole volume would fail hours later."""
     rule, window = network.rule, config.inference.window
     if rule.fixed and any(side > most for side, most in zip(window or (math.inf,) * 3, rule.minimum, strict=True)):
         raise ConfigError(

@@ -369,7 +369,7 @@ class _Study:
             said = status.message if status is not None and status.state == "failed" else ""
             self._fail(run.trial, said or worker.describe_end().splitlines()[-1].removeprefix("  | volseg: "))
         elif result is None or not math.isfinite(result):
-            self._fail(run.trial, f"{self.terms['metric']} is no finite number after the last epoch")
+            self._fail(run.trial, f"{self.terms['metric']} is not a finite number after the last epoch")
         else:
             self._tell(run.trial, values=result)
             logger.info("%s: %s %.4f in %.0f s", run.name, self.terms["metric"], result, worker.seconds)

@@ -200,7 +200,7 @@ def plan_folds(config: ExperimentConfig, task: Task) -> list[Fold]:
     Raises
     ------
     ConfigError
-        If the folds are no cross-validation: one validates nothing, or two validate the same case, which would count
+        If the folds are not a cross-validation: one validates nothing, or two validate the same case, which would count
         twice.
     """
     wanted = config.split
@@ -223,7 +223,7 @@ def _require_disjoint(plan: Sequence[Fold]) -> None:
     for fold in plan:
         source = fold.config.split.file or "the data set's own split"
         if not fold.split.validation:
-            raise ConfigError(f"fold {fold.number} of {source} validates no case; give it some, or take it out")
+            raise ConfigError(f"fold {fold.number} of {source} has no case to validate; add some, or remove the fold")
         for case in fold.split.validation:
             if case in validated_in:
                 raise ConfigError(

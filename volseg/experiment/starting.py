@@ -62,8 +62,8 @@ class Start:
         before = self.task.modalities if self.weights.task is None else self.weights.task.modalities
         if before != self.task.modalities and is_main_process():
             logger.warning(
-                "%s was trained on the channels %s, in this order, and this run has %s: what it learnt of one channel "
-                "goes to another",
+                "%s was trained on the channels %s, in this order, but this run has %s: the weights of one channel "
+                "are applied to another",
                 path,
                 ", ".join(before),
                 ", ".join(self.task.modalities),

@@ -95,7 +95,7 @@ def _train(
     signs: Heartbeat,
 ) -> Outcome:
     """Start the training, or resume it from its last checkpoint, and return its results."""
-    report_progress("start")  # the last step of an earlier attempt is no step of this one
+    report_progress("start")  # the last step of an earlier attempt is not a step of this one
     with (
         replanning.heeding(),
         ExitStack() as held,

@@ -113,7 +113,7 @@ def validate_folds(
     Raises
     ------
     ConfigError
-        If the folder is no cross-validation, no fold is finished, or the validation exists.
+        If the folder is not a cross-validation, no fold is finished, or the validation exists.
     """
     require_keys(overrides, VALIDATION_KEYS)
     folds = require_runs(folder)
@@ -276,7 +276,7 @@ def apply_postprocessing(
         raise ConfigError(f"{output} holds the label maps as they are; name another folder by --output")
     files = list_images(folder) if folder.is_dir() else []
     if not files:
-        raise DataError(f"{folder} is no folder of label maps; name the one that `volseg predict` wrote")
+        raise DataError(f"{folder} is not a folder of label maps; name the one that `volseg predict` wrote")
     if doubled := list_duplicates(stem(file) for file in files):
         raise DataError(f"two label maps of {folder} would be written as {doubled[0]}.nii.gz; put them apart")
     require_new(*(output / f"{stem(file)}.nii.gz" for file in files), overwrite=overwrite)

@@ -69,8 +69,8 @@ def require_dicom_source(image: Files, case: str) -> Path:
     if len(files) == 1 and (files[0].is_dir() or (files[0].is_file() and is_dicom(files[0]))):
         return files[0]
     raise DataError(
-        f"case {case}: labels in DICOM refer to the DICOM slices that they were made from, and {name_files(image)} "
-        "is no series of them; name a DICOM folder, or leave out --format to have NIfTI"
+        f"case {case}: a DICOM segmentation refers to the DICOM slices of its image, but {name_files(image)} is not "
+        "a DICOM series; name a DICOM folder, or leave out --format to write NIfTI"
     )
 
 
@@ -285,7 +285,7 @@ def _part(planes: np.ndarray, task: Task) -> np.ndarray:
     """Return the segment number of each voxel, or one bit per segment if regions overlap."""
     known = np.array(task.class_values)
     if strange := sorted(set(np.unique(planes).tolist()) - set(task.class_values)):
-        raise DataError(f"the label map holds {strange[:5]}, and the values of {task.name} are {known.tolist()}")
+        raise DataError(f"the label map holds {strange[:5]}, but the values of {task.name} are {known.tolist()}")
     if not task.regions:
         return np.searchsorted(known, planes).astype(np.uint8)  # the background is 0; 254 labels at most
     return np.stack([np.isin(planes, values) for values in task.regions.values()], axis=-1).astype(np.uint8)

@@ -115,7 +115,7 @@ def measure_postprocessing(
         If there is no prediction, or a prediction does not match its label.
     """
     if not predictions:
-        raise DataError("postprocessing is measured on predictions with labels, and there is none")
+        raise DataError("postprocessing is measured on predictions with labels, but there is none")
     order = Postprocessing.of(task)
     held = [_HeldCase.read(prediction, task, order) for prediction in predictions]
     kept: list[Step] = []

@@ -120,7 +120,7 @@ class Postprocessing:
             read = read_record(cls, {name: content[name] for name in ("labels", "structures", "painted", "steps")})
         except (KeyError, ValueError) as fault:
             raise DataError(
-                f"{path} is no postprocessing.json as volseg writes it ({fault}); write it again by `volseg "
+                f"{path} is not a postprocessing.json as volseg writes it ({fault}); write it again by `volseg "
                 "postprocess`"
             ) from fault
         read._require_sound(path)

@@ -323,8 +323,8 @@ def _require_volume(case: Mapping[str, Any], field: str) -> MetaTensor:
     volume = case[field]
     if not isinstance(volume, MetaTensor):
         raise BatchFieldError(
-            f"{field} needs the place of its voxels, as volseg.read_volume gives it (a MetaTensor), got a "
-            f"{type(volume).__name__}; of plain tensors (B, C, D, H, W) take Predictor.probabilities"
+            f"{field} needs the affine of its voxels, as in a MetaTensor of volseg.read_volume, got a "
+            f"{type(volume).__name__}; for plain tensors (B, C, D, H, W) use Predictor.probabilities"
         )
     return volume
 
@@ -348,7 +348,7 @@ class SharedPredictor:
     def __init__(self, predictors: Sequence[Predictor]) -> None:
         if not predictors or predictors[0].window is None:
             raise ConfigError(
-                "a volume is cut over devices along its windows, and inference.window is null; predict it on one "
+                "a volume is cut over devices along its windows, but inference.window is null; predict it on one "
                 "device, or set a window"
             )
         self.predictors = predictors

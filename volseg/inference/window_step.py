@@ -207,7 +207,7 @@ class RecordedModel(nn.Module):
                 raise
             if not isinstance(fault, ParallelError) and is_recording(windows.device):
                 raise  # no step that waits for values can be captured, by any kernels
-            # An error that is no refusal may be a fault of the kernels, which the user should know.
+            # An error that is not a refusal may be a fault of the kernels, which the user should know.
             level = logging.INFO if isinstance(fault, ParallelError) else logging.WARNING
             logger.log(level, "%s predicts with torch's kernels: %s", type(self._plain).__name__, fault)
             self.model, self._plain = self._plain, None

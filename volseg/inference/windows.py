@@ -131,7 +131,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class BlendPlan:
-    """Planes of a blend that are held at a time, on the network's grid, padded to a window at least."""
+    """Planes of a blend that are held at a time, on the network's grid, padded to at least one window."""
 
     shape: tuple[int, int, int]
     window: tuple[int, int, int]
@@ -252,7 +252,7 @@ def plan_blend(
             raise OutOfMemoryError(
                 f"a volume of {' x '.join(map(str, shape))} voxels in windows of {' x '.join(map(str, window))} cannot "
                 f"be blended: strips of one voxel take {least:,} bytes for {num_classes} classes, and "
-                f"{max(0, budget):,} are free; end what else uses the device, or take a smaller window"
+                f"{max(0, budget):,} are free; end other programs on the device, or choose a smaller window"
             )
         strips[widest] += 1
         candidate = plan(False, (strips[0], strips[1], strips[2]))

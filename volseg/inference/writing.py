@@ -188,7 +188,7 @@ def write_probabilities(
     GridError
         For another shape than that of the task's outputs on the image's grid.
     DataError
-        For values that are no probabilities, or a path with another suffix.
+        For values that are not probabilities, or a path with another suffix.
     """
     about = describe_outputs(task)
     return _write(probabilities, reference, Path(path), about, f"probabilities of {task.name}", task.num_outputs)

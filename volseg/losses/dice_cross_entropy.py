@@ -10,7 +10,7 @@ the backward pass::
 Between the two arrows shards add their sums (see ``sharded``). A deep supervision head reads the full label at a
 stride. The formula is that of MONAI's ``DiceCELoss(softmax=True, to_onehot_y=True)``.
 
-A label that is no class makes the loss NaN. On the CPU, where the host reads the sums without a wait, it is an error.
+A label that is not a class makes the loss NaN. On the CPU, where the host reads the sums without a wait, it raises.
 
 A loss returns one number. While a caller gathers, it also records its sums over the voxels of the finest logits, for
 the soft Dice of the training: one reduction per batch. Sums of batches, shards and replicas add up; their Dice values
@@ -51,7 +51,7 @@ def dice_cross_entropy(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
     Raises
     ------
     DataError
-        On the CPU, if the label holds a value that is no class. On a GPU the loss becomes NaN instead.
+        On the CPU, if the label holds a value that is not a class. On a GPU the loss becomes NaN instead.
     """
     if has_torch_function((logits, label)):
         result: Tensor = handle_torch_function(dice_cross_entropy, (logits, label), logits, label, terms)

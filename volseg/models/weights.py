@@ -168,7 +168,7 @@ def _require_kind(name: str, value: Tensor, tensor: Tensor) -> None:
         return
     kinds = [str(one.dtype).removeprefix("torch.") for one in (value, tensor)]
     raise CheckpointError(
-        f"{name} holds {kinds[0]}{'' if is_dense else f' ({form})'}, and the network needs {kinds[1]}. Save dense "
+        f"{name} holds {kinds[0]}{'' if is_dense else f' ({form})'}, but the network needs {kinds[1]}. Save dense "
         "floating-point weights: convert a sparse tensor by to_dense(), and take the weights of a quantised network "
         "from before its quantisation"
     )

@@ -215,7 +215,7 @@ class Heartbeat(Hook):
                 # Tried again: who looks in would take a training that goes on for one that hangs, long after a disk
                 # that was full has space again.
                 if not self._is_mute:
-                    logger.warning("%s: no status is written for now, %s; the training goes on", self._folder, fault)
+                    logger.warning("%s: no status is written for now, %s; the training continues", self._folder, fault)
                 self._is_mute = True
             else:
                 self._is_mute = False

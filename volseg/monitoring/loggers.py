@@ -47,7 +47,7 @@ class LoggedRun:
     def require_folder(self, logger: str) -> Path:
         """Return the run folder, or raise a `ConfigError` if the training has none."""
         if self.folder is None:
-            raise ConfigError(f"logger {logger} writes into the run folder, and this training has none; give it a path")
+            raise ConfigError(f"logger {logger} writes into the run folder, but this training has none; set its path")
         return self.folder
 
 

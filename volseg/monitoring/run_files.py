@@ -168,7 +168,7 @@ def read_history(file: str | Path) -> list[EpochLine]:
             if number == len(texts):  # bytes that never reached the disk before a power cut
                 break
             raise DataError(
-                f"{file}, line {number}, is no line of a history ({str(fault).splitlines()[0]}), got {text[:80]!r}; "
+                f"{file}, line {number}, is not a line of a history ({str(fault).splitlines()[0]}), got {text[:80]!r}; "
                 "remove it"
             ) from fault
     return found

@@ -42,11 +42,11 @@ def read_endpoint() -> str:
     Raises
     ------
     ConfigError
-        If ``AWS_EC2_METADATA_SERVICE_ENDPOINT`` is no address of a web server.
+        If ``AWS_EC2_METADATA_SERVICE_ENDPOINT`` is not an address of a web server.
     """
     endpoint = (os.environ.get(ENDPOINT_VARIABLE) or ENDPOINT).rstrip("/")
     if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"{ENDPOINT_VARIABLE} is no address such as {ENDPOINT}, got {endpoint!r}")
+        raise ConfigError(f"{ENDPOINT_VARIABLE} is not an address such as {ENDPOINT}, got {endpoint!r}")
     return endpoint
 
 

@@ -141,7 +141,7 @@ class TrainingLog(Hook):
             told = f"{type(fault).__name__}: {fault}"
             if event not in ("begin", "end"):  # it has begun, and holds files or a server's run
                 told += _end_after_fault(one)
-            logger.warning("no more is logged by %s (%s); the training goes on", one, told)
+            logger.warning("no more is logged by %s (%s); the training continues", one, told)
 
 
 def _end_after_fault(one: Logger) -> str:

@@ -225,7 +225,7 @@ class _Replicated:
             known, version = before.get(name, (None, 0))
             if known is not buffer or get_version(buffer) != version:
                 raise ParallelError(
-                    f"the network's forward changes its buffer {name}, and this process computes "
+                    f"the network's forward changes its buffer {name}, but this process computes "
                     f"{len(self.replicas.own)} replicas one after the other, each of which would change it again; "
                     "start one process per replica"
                 )
@@ -280,8 +280,8 @@ class _Replicated:
             self._pass_seeds.append(self.seeds.draw(True))
         elif self._passes > len(self._pass_seeds):
             raise ParallelError(
-                f"replica {self._replica} made {self._passes} passes, and the first replica of this process "
-                f"{len(self._pass_seeds)}; run all replicas alike, each inside as_replica(...), starting with the "
+                f"replica {self._replica} made {self._passes} passes, but the first replica of this process "
+                f"{len(self._pass_seeds)}; run each replica equally often, inside as_replica(...), starting with the "
                 "first"
             )
         return self._pass_seeds[self._passes - 1]

@@ -154,7 +154,7 @@ def name_devices(devices: Devices) -> list[torch.device]:
     Raises
     ------
     ParallelError
-        If ``devices`` is no sequence or is empty, or a name is no torch device, or ``cuda`` has no number and no GPU is
+        If ``devices`` is empty or not a sequence, a name is not a torch device, or ``cuda`` has no number and no GPU is
         visible.
     """
     if devices is None:
@@ -173,7 +173,7 @@ def _name_device(device: str | int | torch.device) -> torch.device:
     try:
         return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as fault:
-        raise ParallelError(f"devices names {device!r}, which is no device; there are {_tell_devices()}") from fault
+        raise ParallelError(f"devices names {device!r}, which is not a device; there are {_tell_devices()}") from fault
 
 
 def require_visible(devices: Sequence[torch.device]) -> None:

@@ -278,7 +278,7 @@ def _list_names(options: type[Options]) -> set[str]:
 
 
 def check_network(net: nn.Module) -> None:
-    """Refuse an object that is no network, and lazy parameters: placement comes before the first batch."""
+    """Refuse an object that is not a network, and lazy parameters: placement comes before the first batch."""
     if not isinstance(net, nn.Module):
         raise ParallelError(f"the network must be a torch.nn.Module, got {net!r}")
     lazy = [name for name, tensor in (*net.named_parameters(), *net.named_buffers()) if is_lazy(tensor)]

@@ -92,7 +92,7 @@ class _NormsOverReplicas(TorchFunctionMode):
         if name := name_batch_norm(func, args, kwargs):
             kind = "InstanceNorm" if name == "instance_norm" else "BatchNorm"
             raise ParallelError(
-                f"torch's {name} is called for training; replicas support torch.nn.functional's, or a module ({kind})"
+                f"forward calls torch.{name} in training; replicas support torch.nn.functional's, or a module ({kind})"
             )
         return func(*args, **kwargs)
 
@@ -194,11 +194,11 @@ def _over(channels: Tensor, like: Tensor) -> Tensor:
 
 
 def check_norms(net: nn.Module, replicas: Replicas) -> None:
-    """Refuse a SyncBatchNorm, whose processes may be others than the replicas'."""
+    """Refuse a SyncBatchNorm: it may sum over other processes than the replicas'."""
     synchronized = [name for name, module in net.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if synchronized and replicas.count > 1:
         raise ParallelError(
-            f"{synchronized[0]} is a SyncBatchNorm, whose processes may be others than the replicas'; use a plain "
+            f"{synchronized[0]} is a SyncBatchNorm, which may sum over other processes than the replicas'; use a plain "
             "BatchNorm, which computes the statistics of the whole batch here"
         )
 

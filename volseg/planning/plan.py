@@ -163,7 +163,7 @@ def parse_memory(text: str) -> float:
     Raises
     ------
     ConfigError
-        If the text is no size.
+        If the text is not a size.
 
     Examples
     --------

@@ -74,6 +74,6 @@ def _describe(folder: Path, state: str | None) -> ReportContent:
     if (folder / SEARCH).is_file():
         return describe_search(read_search(folder))
     raise ConfigError(
-        f"{folder} is no run folder and no cross-validation: it has neither config.yaml nor {RESULTS}; name the folder "
-        "that `volseg train`, `volseg cross-validate` or `volseg search` made"
+        f"{folder} is neither a run folder nor a cross-validation: it has neither config.yaml nor {RESULTS}; name the "
+        "folder that `volseg train`, `volseg cross-validate` or `volseg search` wrote"
     )

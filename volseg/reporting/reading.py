@@ -132,8 +132,8 @@ def read_run(folder: str | Path) -> RunRecord:
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
-            f"{folder} is no run folder: it has no config.yaml; name the folder that `volseg train` or "
-            "`volseg cross-validate` made"
+            f"{folder} is not a run folder: it has no config.yaml; name the folder that `volseg train` or "
+            "`volseg cross-validate` wrote"
         )
     missing: list[str] = []
     text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
@@ -227,7 +227,7 @@ def read_scores(file: Path, task: Mapping[str, Any] | None, missing: list[str] |
             summary=content,
         )
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as fault:
-        missing.append(f"No scores: {file} is no summary as volseg writes it ({fault!r}).")
+        missing.append(f"No scores: {file} is not a summary as volseg writes it ({fault!r}).")
         return None
 
 

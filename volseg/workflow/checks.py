@@ -149,7 +149,7 @@ class EpochClock:
         self.begin()
 
     def begin(self) -> None:
-        """Start counting."""
+        """Start counting the seconds of the epoch."""
         self._turned = time.perf_counter()
 
     def count(self) -> float:
@@ -212,7 +212,7 @@ class Interruption:
             self.signal = signal.Signals(number)
 
     def raise_as_signal(self) -> None:
-        """Raise as the signal would have; do nothing without a signal."""
+        """Raise the exception of the received signal; do nothing without a signal."""
         if self.signal is not None:
             raise_as_signal(self.signal)
 
@@ -321,7 +321,7 @@ class Stopping:
             yield
 
     def raise_as_signal(self) -> None:
-        """Raise as the caught signal would have; do nothing without one."""
+        """Raise the exception of the received signal; do nothing without a signal."""
         self._interruption.raise_as_signal()
 
     def agree(self, seconds_per_batch: float | None = None) -> bool:

@@ -235,7 +235,7 @@ class AnyDepth(nn.Module):
             return self.plain(logits, *others)
         if len(others) != 1:
             raise BatchFieldError(
-                f"{self.__name__} gets {1 + len(others)} fields, and the network gives a list of {len(logits)} volumes "
+                f"{self.__name__} gets {1 + len(others)} fields, but the network gives a list of {len(logits)} volumes "
                 "for the first (deep supervision), which needs one label map; switch that off, or give two"
             )
         (label,) = others

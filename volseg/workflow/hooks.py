@@ -208,8 +208,8 @@ class Checkpoints(Hook):
         held = [name for name in CHECKPOINTS.values() if (self.folder / name).exists()]
         if held and training.is_main_process and (training.epoch, training.position) == (0, 0):
             raise CheckpointError(
-                f"{self.folder} holds {', '.join(held)} of an earlier training, which one that begins would overwrite; "
-                "go on from it by training.load_state_dict(volseg.workflow.load_checkpoint("
+                f"{self.folder} holds {', '.join(held)} of an earlier training, which a new training would overwrite; "
+                "continue it by training.load_state_dict(volseg.workflow.load_checkpoint("
                 f"{str(self.folder / held[0])!r})), or choose another folder"
             )
 
@@ -270,7 +270,7 @@ class Checkpoints(Hook):
                 raise NonFiniteLossError(
                     f"{part} is not a number after epoch {state.epoch}, batch {state.position}, although the losses "
                     f"so far are finite; it is not written to {self.folder / name}. Lower the learning rate or set "
-                    "training.clip, then go on from the checkpoint before by --resume"
+                    "training.clip, then continue from the checkpoint before with --resume"
                 )
         is_there = self.folder.is_dir()  # checked first: a folder removed from now on is not created again
         self.require_folder()

@@ -123,7 +123,7 @@ def _require_order(module: Callable[..., Any], inputs: Sequence[str]) -> None:
 Loss = Named | Callable[..., Any]
 
 ROUND_OFF = 1e-5
-"""Relative error of float32 sums over some thousand voxels; losses that are no mean differ by at least ten times
+"""Relative error of float32 sums over some thousand voxels; losses that are not means differ by at least ten times
 that."""
 
 ROUND_OFF_OF_VOLUMES = 1e-4
@@ -234,7 +234,7 @@ def _leave_overlap(fields: Mapping[str, Any], targets: Targets) -> None:
 
 
 def require_mean_of_shares(objective: Objective, batch: Mapping[str, Tensor], outputs: Mapping[str, Any]) -> None:
-    """Raise for a loss that is no mean over samples, in a training without a config; try it on the first sample.
+    """Raise for a loss that is not a mean over samples, in a training without a config; try it on the first sample.
 
     The trial joins the sample with a copy whose fields (the labels) have every other voxel set to 0, so that the two
     differ in their content of each class. Sharded volumes are not checked: their replicas come from a config, whose
@@ -273,7 +273,7 @@ def _double(head: Tensor) -> Tensor:
 
 
 def require_mean(loss: Named, fields: Mapping[str, Any], count: int, tolerance: float = ROUND_OFF) -> None:
-    """Raise for a loss that is no mean over the ``count`` samples of a batch; compare it with two parts of the batch.
+    """Raise for a loss that is not a mean over the ``count`` samples of a batch; compare it with two parts of it.
 
     Replicas that share a batch compute only their own samples; their losses are averaged, weighted by number of
     samples. A loss that mixes samples in another way (Dice over the whole batch, class weights divided by their sum)
@@ -288,8 +288,8 @@ def require_mean(loss: Named, fields: Mapping[str, Any], count: int, tolerance: 
     whole, parts = _compute(loss, fields, slice(None)), (first + (count - 1) * others) / count
     if not math.isclose(whole, parts, rel_tol=tolerance, abs_tol=tolerance):
         raise ConfigError(
-            f"{loss.title} is no mean over the samples of a batch ({whole:.6g} on {count} samples, {parts:.6g} dealt 1 "
-            f"+ {count - 1}), so replicas that share a batch cannot compute it; set parallel.data to 1 and "
+            f"{loss.title} is not a mean over the samples of a batch ({whole:.6g} on {count} samples, {parts:.6g} on "
+            f"1 + {count - 1} separately), so replicas that share a batch cannot compute it; set parallel.data to 1, "
             "parallel.spatial to the number of GPUs, or make it a mean (batch: false of Dice; no class weights)"
         )
 

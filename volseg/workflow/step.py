@@ -85,7 +85,7 @@ class TrainingStep:
         self.batch_size = batch_size
         if self.replicated is not None and batch_size is None:
             raise ConfigError(
-                f"the network's {self.replicated.replicas.count} replicas share each batch, and the batches do not say "
+                f"the network's {self.replicated.replicas.count} replicas share each batch, but the batches do not say "
                 "how large that is; give them an attribute batch_size, the samples of all replicas together"
             )
         self.scaler = precision.scaler()
@@ -211,7 +211,7 @@ def _require_rows(tensors: Mapping[str, Any], num_rows: int, batch_size: int) ->
     if wrong := {name: tuple(value.shape) for name, value in tensors.items() if value.shape[:1] != (num_rows,)}:
         name, shape = next(iter(wrong.items()))
         raise BatchFieldError(
-            f"this process computes {num_rows} of a batch's {batch_size} samples, and the batch's field {name!r} has "
+            f"this process computes {num_rows} of a batch's {batch_size} samples, but the batch's field {name!r} has "
             f"the shape {shape}; give it a row for each of them (volseg.data.AugmentedBatches does, by rows=)"
         )
 

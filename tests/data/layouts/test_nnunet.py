@@ -176,9 +176,9 @@ def test_files_that_nobody_declared_are_refused(raw, name, changes, message):
         ({"labels": BRATS, "regions_class_order": [1, 2]}, r"should list a value for each of the 3 regions, got \[1"),
         ({"labels": BRATS, "regions_class_order": [3, 2, 1]}, r"paints 'whole tumor' with 3; needed: one of \[1\]"),
         ({"labels": BRATS, "regions": {"x": [1]}}, r"declares regions in 'labels' and in 'regions'; keep one"),
-        ({"labelled": {"c": [1]}}, r"'labelled' names 'c', which is no case; known: a, b"),
-        ({"labelled": {"a": ["P"]}}, r"a: 'labelled' holds 'P', which is no structure of the task; did you mean 'PZ'"),
-        ({"labelled": {"a": [0]}}, r"'labelled' holds 0, which is no structure"),
+        ({"labelled": {"c": [1]}}, r"'labelled' names 'c', an unknown case; known: a, b"),
+        ({"labelled": {"a": ["P"]}}, r"a: 'labelled' holds 'P', which is not a structure of the task; did you mean"),
+        ({"labelled": {"a": [0]}}, r"'labelled' holds 0, which is not a structure"),
         ({"labelled": {"a": []}}, r"'labelled' names no label; leave it out where all were looked for"),
         ({"labelled": ["a"]}, r"'labelled' should map case ids to lists of labels, got list"),
         (

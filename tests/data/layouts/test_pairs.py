@@ -186,7 +186,7 @@ def test_labels_that_nobody_named_are_read_once(folder, caplog, monkeypatch):
     assert load_task(root).labels == {0: "background", 1: "label_1", 2: "label_2", 7: "label_7"}
     assert read[2:] == ["b.nii.gz"]
     save_label(root / "labels/b.nii.gz", -1)
-    with pytest.raises(DataError, match="is no label map"):
+    with pytest.raises(DataError, match="is not a label map"):
         load_task(root)
     assert read[3:] == ["b.nii.gz"]
 
@@ -196,7 +196,7 @@ def test_labels_that_nobody_named_are_read_once(folder, caplog, monkeypatch):
     [
         ((0,), r"the 1 label maps of .* hold background only; label the structures"),
         (range(1, 1200), r"a\.nii\.gz holds 1200 values; needed: a label map, with a number for each"),
-        ((-1, 2), r"a\.nii\.gz is no label map: it holds 1 channel\(s\) of -1 to 2; needed: one, of integers from 0"),
+        ((-1, 2), r"a\.nii\.gz is not a label map: it holds 1 channel\(s\) of -1 to 2; needed: one, of integers"),
     ],
 )
 def test_label_maps_that_are_none(folder, values, message):

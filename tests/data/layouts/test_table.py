@@ -165,7 +165,7 @@ def test_what_was_looked_for_stands_in_the_table(table, tmp_path):
 
 
 def test_another_encoding_is_named(table):
-    with pytest.raises(DataError, match=r"cases\.csv is no text in UTF-8 .*; save it as CSV in UTF-8"):
+    with pytest.raises(DataError, match=r"cases\.csv is not text in UTF-8 .*; save it as CSV in UTF-8"):
         load_task(table(PLAIN, encoding="utf-16"))
 
 

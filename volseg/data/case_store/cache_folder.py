@@ -298,7 +298,7 @@ def _list_imports(content: bytes) -> set[str]:
     """Return the top-level packages that a source imports."""
     try:
         nodes = list(ast.walk(ast.parse(content)))
-    except (SyntaxError, ValueError):  # compiled code, or a file that is no valid Python
+    except (SyntaxError, ValueError):  # compiled code, or a file that is not valid Python
         return set()
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module]

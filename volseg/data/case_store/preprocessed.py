@@ -81,7 +81,7 @@ def prepare_all(cases: Sequence[Case], preprocessing: Preprocessing, *, keep_ref
 
 
 class DamagedCaseError(Exception):
-    """A file that is no valid stored case; it is silently made again."""
+    """A file that is not a valid stored case; it is silently made again."""
 
 
 def write_case(file: BinaryIO, case: Mapping[str, Any], about: Mapping[str, Any]) -> None:
@@ -171,7 +171,7 @@ class StoredCase:
         except Exception as fault:  # damaged bytes may raise anything
             if isinstance(fault, OSError) and fault.errno != errno.EINVAL:  # a place before the file's first byte
                 raise
-            raise DamagedCaseError(f"{path} is cut off, or is not what was written") from fault
+            raise DamagedCaseError(f"{path} is cut off, or was changed after it was written") from fault
         return cls(
             path=path,
             size=told.st_size,
@@ -229,7 +229,7 @@ class StoredCase:
         except Exception:  # damaged bytes may raise anything
             is_whole = False
         if not is_whole:
-            raise DamagedCaseError(f"the content of {self.path} is not what was written")
+            raise DamagedCaseError(f"the content of {self.path} was changed after it was written")
 
     def volumes(self) -> Case:
         """Return all volumes, with their metadata."""

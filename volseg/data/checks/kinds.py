@@ -43,7 +43,7 @@ KINDS: Mapping[str, FindingKind] = {
     "constant": _bad("an image without content", "export the image again"),
     "label-channels": _bad("a label map of several channels", "write one number per structure into one channel"),
     "label-fractions": _bad(
-        "label values that are no integers",
+        "label values that are not integers",
         "export it again with nearest neighbours",
         "rounded, if every voxel is within 0.001 of a value that is declared",
     ),

@@ -175,7 +175,7 @@ def check_task(
     facts: list[ComparedCase] = []
     for checked, known in map_in_threads(read, cases, min(fitting, workers or MOST_THREADS)):
         findings += [*checked.problems, *checked.remarks]
-        if checked.digest is not None and known.image is not None:  # two constant images are no duplicates
+        if checked.digest is not None and known.image is not None:  # two constant images are not duplicates
             digests.append((checked.case, checked.digest))
             labels[checked.case["case"]] = checked.label_digest
         facts.append(known)

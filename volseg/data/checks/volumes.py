@@ -31,7 +31,7 @@ MOST_COUNTED = 1 << 15
 """Values of a label map up to this are counted in a table; larger values are sorted."""
 
 MOST_FRACTIONS = 5
-"""Most values that are no integers in a message."""
+"""Most values that are not integers in a message."""
 
 ROUNDED_VALUE = 1e-3
 """Largest distance of a label's values from an integer that counts as rounding."""
@@ -41,7 +41,7 @@ MOST_LABELS, LEAST_AGREEMENT = 256, 0.6
 hippocampus three quarters."""
 
 FEWEST_PAIRS = 200
-"""Pairs of neighbours that an agreement needs: two lesions of one voxel each are no noise."""
+"""Pairs of neighbours that an agreement needs: two lesions of one voxel each are not noise."""
 
 COMPARED_VOXELS = 1 << 22
 """About how many voxels are compared with their neighbours."""
@@ -65,7 +65,7 @@ class LabelValues:
     counts: dict[int, int]
     """Voxels of each value, rounded."""
     fractions: tuple[float, ...] = ()
-    """The lowest values that are no integers."""
+    """The lowest values that are not integers."""
     num_fractions: int = 0
     """Number of such values."""
     farthest: float = 0.0
@@ -168,12 +168,12 @@ def _describe_fractions(voxels: Tensor, values: LabelValues) -> str:
     found = _list_values(values.fractions, values.num_fractions)
     if values.farthest <= ROUNDED_VALUE:
         return (
-            f"holds values that are no integers ({found}), {values.farthest:.1g} off at most, as after a scale factor; "
+            f"holds values that are not integers ({found}), {values.farthest:.1g} off at most, as by a scale factor; "
             "round them, for example by `volseg data check --fix`"
         )
     probabilities = " of a probability map" if voxels.min() >= 0 and voxels.max() <= 1 else ""
     return (
-        f"holds values{probabilities} that are no integers ({found}); it was probably resampled linearly, so export it "
+        f"holds values{probabilities} that are not integers ({found}); it was probably resampled linearly; export it "
         "again with nearest neighbours"
     )
 
@@ -284,7 +284,7 @@ def _check_finite(voxels: Tensor) -> Fault | None:
 
 
 def _list_values(values: Sequence[float], count: int) -> str:
-    # All digits that float32 has: 1.0000001 is no integer.
+    # All digits that float32 has: 1.0000001 is not an integer.
     shown = ", ".join(
         f"{value:g}" if float(f"{value:g}") == value else str(np.float32(value)) for value in values[:MOST_FRACTIONS]
     )

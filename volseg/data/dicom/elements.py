@@ -95,7 +95,7 @@ def is_dicom(path: Path) -> bool:
 
 
 def read_header(path: Path, tags: Collection[Tag], *, to_end: bool = True) -> Header | None:
-    """Return the elements among ``tags``, including those inside sequences among ``tags``, or None if it is no DICOM.
+    """Return the elements among ``tags``, including those inside sequences among ``tags``, or None if it is not DICOM.
 
     Walks through every element of the file, unless ``to_end`` is off: then up to the last of the tags.
 
@@ -133,9 +133,9 @@ def read_header(path: Path, tags: Collection[Tag], *, to_end: bool = True) -> He
 
 
 def damaged(path: Path, what: str = "") -> ReaderError:
-    """Return the error of a file that is no readable DICOM."""
+    """Return the error of a file that is not a readable DICOM."""
     reason = f" ({what})" if what else ""
-    return ReaderError(f"{path} is no readable DICOM file; fetch it again or take it out of the series{reason}")
+    return ReaderError(f"{path} is not a readable DICOM file; fetch it again or take it out of the series{reason}")
 
 
 class _Head(NamedTuple):
@@ -228,7 +228,7 @@ class _Walk:
 
     def _keep(self, into: Item, tag: Tag, found: "bytes | list[Item]") -> None:
         if tag in into.elements and (isinstance(found, list) or into.elements[tag] != found):
-            raise damaged(self.path, f"element ({tag[0]:04x},{tag[1]:04x}) stands twice in one place")
+            raise damaged(self.path, f"element ({tag[0]:04x},{tag[1]:04x}) occurs twice in one place")
         into.elements[tag] = found
 
     def _tag(self, begin: int) -> Tag:

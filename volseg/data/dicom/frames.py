@@ -2,7 +2,7 @@
 
 Position, orientation, pixel spacing and rescaling come from the tags of each slice or frame. An enhanced file keeps
 them in functional groups, per frame or shared by all frames; `volseg.data.dicom.volumes` compares the images. Frames
-without a position of their own are refused, and so are values that are no linear function of the stored ones.
+without a position of their own are refused, and so are values that are not a linear function of the stored ones.
 """
 
 import re
@@ -64,7 +64,7 @@ def describe_stored(header: Header) -> Stored:
     """
     if header.pixels is None:
         raise ReaderError(
-            f"{header.path} holds no PixelData: it is no image, or one of floats, which is not read; "
+            f"{header.path} holds no PixelData: it is not an image, or volseg does not read its float voxels; "
             "convert it to NIfTI"
         )
     _require_grey(header)
@@ -179,7 +179,7 @@ def list_frames(header: Header) -> list[Frame]:
     Raises
     ------
     ReaderError
-        If there is no image, an image has no place in the patient, or its values are no linear grey values.
+        If there is no image, an image has no place in the patient, or its values are not linear grey values.
     """
     stored = describe_stored(header)
     described, shared = (header.top.items(TAGS[f"{kind}FunctionalGroupsSequence"]) for kind in ("PerFrame", "Shared"))

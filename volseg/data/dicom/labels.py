@@ -81,7 +81,7 @@ def find_dicom_label(path: Path) -> Path | None:
 
 
 def read_image_text(path: Path, tag: Tag = TAGS["SeriesInstanceUID"]) -> str:
-    """Return the UID of an image's series, or another text of its first file; "" if it is no DICOM image."""
+    """Return the UID of an image's series, or another text of its first file; "" if it is not a DICOM image."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return next((text for file in files if find_dicom_label(file) is None and (text := _read_text(file, tag))), "")
 

@@ -46,7 +46,7 @@ class Series:
     description: str
     modality: str
     left_out: str = ""
-    """Description of the object, if it is no image to segment."""
+    """Description of the object, if it is not an image to segment."""
 
     @property
     def first(self) -> Path:
@@ -71,7 +71,7 @@ class FoundSeries:
     others: tuple[Series, ...]
     """Series with a description in ``left_out``."""
     damaged: tuple[Path, ...]
-    """Files with the suffix ``.dcm`` that are no DICOM."""
+    """Files with the suffix ``.dcm`` that are not DICOM."""
 
 
 def search_series(folder: Path) -> FoundSeries:
@@ -87,7 +87,7 @@ def search_series(folder: Path) -> FoundSeries:
 
 
 def gather_series(files: Iterable[Path]) -> FoundSeries:
-    """Return the series of files; files that are no DICOM are skipped.
+    """Return the series of files; files that are not DICOM are skipped.
 
     Raises
     ------
@@ -184,7 +184,7 @@ def _describe(uid: str, headers: Mapping[Path, Item]) -> Series:
 
 
 def _classify(headers: Sequence[Item], modality: str, description: str) -> str:
-    """Return the kind of a series, if it is no image to segment."""
+    """Return the kind of a series, if it is not an image to segment."""
 
     def has(*keywords: str) -> bool:
         return any(TAGS[keyword] in header.elements for header in headers for keyword in keywords)
@@ -208,7 +208,7 @@ def list_slices(path: Path) -> list[Path]:
     Raises
     ------
     ReaderError
-        If there is no series, there are several, or a file is no DICOM.
+        If there is no series, there are several, or a file is not DICOM.
     """
     folder = path if path.is_dir() else path.parent
     series, unread = _sort_by_series(folder, path)

@@ -39,7 +39,7 @@ def read_dicom_series(path: Path) -> MetaTensor:
     Raises
     ------
     ReaderError
-        If there is no series, there are several, a file is no DICOM, or the slices do not form an even stack.
+        If there is no series, there are several, a file is not DICOM, or the slices do not form an even stack.
     """
     headers = [require_header(file) for file in list_slices(path)]
     frames, affine = stack_frames([frame for header in headers for frame in list_frames(header)])

@@ -81,14 +81,14 @@ def find_task(root: str | Path) -> Path:
     if root.is_file() and root.suffix.lower() in TABLES:
         return root
     if not root.is_dir():
-        raise DataError(f"{root} is no data set; name a folder, or a table ({', '.join(TABLES)})")
+        raise DataError(f"{root} is not a data set; name a folder, or a table ({', '.join(TABLES)})")
     # A listed data set comes first: its files may have any names.
     if found := _search_near(root, lambda at: any((*map(Path.is_file, map(at.joinpath, MANIFESTS)), *list_tables(at)))):
         return found
     if found := _search_near(root, lambda folder: folder.is_dir() and detect_arrangement(folder) is not None):
         return found
     raise DataError(
-        f"{root} is no data set: there is no dataset.json in it, in a folder of it, or above it, and no images with "
+        f"{root} is not a data set: there is no dataset.json in it, in a folder of it, or above it, and no images with "
         f"label maps; needed: dataset.json beside imagesTr and labelsTr, folders called {IMAGE_FOLDERS[0]} and "
         f"{LABEL_FOLDERS[0]}, pairs such as CASE.nii.gz and CASE_seg.nii.gz, or a table ({', '.join(TABLES)})"
     )

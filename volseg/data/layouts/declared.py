@@ -45,7 +45,7 @@ NUMBERED = re.compile(r"(Task\d\d|Dataset\d\d\d)_")
 """Names of folders of MSD and of nnU-Net."""
 
 ENTRY_FIELDS = frozenset({"case", "image", "images", "label", "labelled"})
-"""Fields of a case's entry that are no columns."""
+"""Fields of a case's entry that are not columns."""
 
 IGNORE = "ignore"
 """nnU-Net's name of the value for voxels without annotation."""
@@ -66,7 +66,7 @@ def read_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     Raises
     ------
     DataError
-        If it cannot be read, is no mapping, or there are two.
+        If it cannot be read, is not a mapping, or there are two.
     """
     found = [folder / name for name in MANIFESTS if (folder / name).is_file()]
     if not found:
@@ -122,7 +122,7 @@ def read_modalities(declared: Any, source: Path, key: str = "modality") -> tuple
     Raises
     ------
     DataError
-        If there are none, or one is no name.
+        If there are none, or one is not a name.
     """
     names = declared if isinstance(declared, list) and declared else _sort_by_number(declared, key, source)
     for number, name in enumerate(names):
@@ -141,7 +141,7 @@ def _sort_by_number(mapping: Any, key: str, manifest: Path) -> list[Any]:
     except (ValueError, TypeError):
         raise DataError(f"{wanted}, got the keys {list(mapping)}") from None
     if sorted(by_number) != list(range(len(mapping))):
-        raise DataError(f"{wanted} without a gap, got the keys {list(mapping)}; an image has a channel for each number")
+        raise DataError(f"{wanted} without a gap, one per channel of an image; got the keys {list(mapping)}")
     return [by_number[number] for number in range(len(mapping))]
 
 
@@ -154,7 +154,7 @@ def read_regions(declared: Mapping[str, Any], source: Path) -> DeclaredLabels:
     Raises
     ------
     DataError
-        If there are fewer than two labels, 0 is no label, a value or a name occurs twice, or no label map could
+        If there are fewer than two labels, 0 is not a label, a value or a name occurs twice, or no label map could
         represent the regions.
     """
     entries = declared.get("labels")
@@ -303,7 +303,7 @@ def read_labelled(declared: Any, labels: Mapping[int, str], where: str) -> tuple
     Raises
     ------
     DataError
-        If one is no label, or there is none.
+        If one is not a label, or there is none.
     """
     if declared is None:
         return None
@@ -315,7 +315,7 @@ def read_labelled(declared: Any, labels: Mapping[int, str], where: str) -> tuple
         value = int(member) if digits else by_name.get(member, member)
         if isinstance(value, bool) or value not in structures:
             known = did_you_mean(str(member), [*structures.values(), *map(str, structures)])
-            raise DataError(f"{where}: 'labelled' holds {member!r}, which is no structure of the task; {known}")
+            raise DataError(f"{where}: 'labelled' holds {member!r}, which is not a structure of the task; {known}")
         found.append(value)
     if not found:
         raise DataError(f"{where}: 'labelled' names no label; leave it out where all were looked for")
@@ -344,7 +344,7 @@ def add_labelled(cases: Sequence[Case], declared: Any, labels: Mapping[int, str]
 def _require_cases(named: Iterable[object], key: str, cases: Sequence[Case], source: Path) -> None:
     known = {case["case"] for case in cases}
     if unknown := [str(name) for name in named if name not in known]:
-        raise DataError(f"{source}: {key!r} names {unknown[0]!r}, which is no case; {did_you_mean(unknown[0], known)}")
+        raise DataError(f"{source}: {key!r} names {unknown[0]!r}, an unknown case; {did_you_mean(unknown[0], known)}")
 
 
 def make_task(
@@ -389,7 +389,7 @@ def _read_patients(declared: Mapping[str, Any], cases: Sequence[Case], source: P
     Raises
     ------
     DataError
-        If it is no mapping of names to names, or names an unknown case.
+        If it is not a mapping of names to names, or names an unknown case.
     """
     if (patients := declared.get("patients")) is None:
         return {}

@@ -40,7 +40,7 @@ def list_images(folder: Path) -> list[Path]:
     Raises
     ------
     ConfigError
-        If a name is no UTF-8.
+        If a name is not UTF-8.
     """
     found = sorted(path for path in folder.iterdir() if match_suffix(path) and not path.name.startswith("."))
     for path in found:
@@ -65,7 +65,7 @@ def sort_cases(
     DataError
         If there is no training case, a case occurs twice, two share a file, or a training file is absent.
     ConfigError
-        If a case or one of its files has a name that is no UTF-8.
+        If a case or one of its files has a name that is not UTF-8.
     """
     training, test = (sorted(cases, key=lambda case: case["case"]) for cases in (training, test))
     for case in (*training, *test):
@@ -94,7 +94,7 @@ def require_id(name: str, where: str) -> str:
     Raises
     ------
     DataError
-        If it is no valid file name.
+        If it is not a valid file name.
     """
     name = name.strip()
     is_plain = not name.startswith(".") and not any(letter in name for letter in "/\\\0\n\r")
@@ -124,16 +124,16 @@ def split_path(text: str, where: str) -> PureWindowsPath:
     Raises
     ------
     DataError
-        If it is no valid file name.
+        If it is not a valid file name.
     """
     text = text.strip()
     try:
         longest = max((len(os.fsencode(part)) for part in PureWindowsPath(text).parts), default=0)
     except UnicodeEncodeError:
-        raise DataError(f"{where} names {text!r}, which no file can be called") from None
+        raise DataError(f"{where} names {text!r}, which is not a valid name") from None
     if longest > LONGEST_NAME or len(text) > LONGEST_PATH or "\0" in text:
         raise DataError(
-            f"{where} names {text[:40]!r}..., of {len(text)} characters, which no file can be called; needed: names of "
+            f"{where} names {text[:40]!r}..., of {len(text)} characters, which is not a valid name; needed: names of "
             f"{LONGEST_NAME} bytes at most, which leave room for those of predictions"
         )
     return PureWindowsPath(text)

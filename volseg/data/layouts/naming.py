@@ -200,7 +200,7 @@ def name_labels(
     Raises
     ------
     DataError
-        If a file cannot be read or is no label map, or no label map has a structure.
+        If a file cannot be read or is not a label map, or no label map has a structure.
     """
     if "labels" in declared:
         return read_regions(declared, source)
@@ -263,7 +263,7 @@ def _load_values(path: Path) -> list[int]:
     values = voxels.unique()
     if not values.isfinite().all() or (values != values.round()).any() or (values < 0).any() or len(voxels) != 1:
         raise DataError(
-            f"{path} is no label map: it holds {len(voxels)} channel(s) of {values.min():g} to {values.max():g}; "
+            f"{path} is not a label map: it holds {len(voxels)} channel(s) of {values.min():g} to {values.max():g}; "
             "needed: one, of integers from 0 on"
         )
     if len(values) > MOST_VALUES:

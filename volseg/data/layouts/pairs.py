@@ -265,5 +265,5 @@ def _require_channels(images: Mapping[Key, Mapping[str, Path]], words: Sequence[
         shown = ", ".join(word or "(no word)" for word in words)
         raise DataError(
             f"{folder}: not every case has one file for each of the channels {shown}: {list_some(wrong, 3)}; needed: "
-            "the same words after each case's name, or a table (CSV) that says what is what"
+            "the same words after each case's name, or a table (CSV) that lists the files"
         )

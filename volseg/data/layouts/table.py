@@ -173,7 +173,7 @@ def _read(path: Path, required: Sequence[str]) -> _Table:
             (reader.line_num, [cell.strip() for cell in row]) for row in reader if any(cell.strip() for cell in row)
         ]
     except UnicodeDecodeError as fault:
-        raise DataError(f"{path} is no text in UTF-8 ({fault.reason}); save it as CSV in UTF-8") from fault
+        raise DataError(f"{path} is not text in UTF-8 ({fault.reason}); save it as CSV in UTF-8") from fault
     except (OSError, csv.Error) as fault:
         raise DataError(f"{path} cannot be read as a table: {fault}") from fault
     if len(rows) < 2:

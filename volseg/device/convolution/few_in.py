@@ -43,7 +43,7 @@ NOT_SPECIALIZED = ["V", "D", "H", "OD", "OH", *DIVIDERS]
 
 
 def can_read(slab: Tensor) -> bool:
-    """Return whether neighbours along W are contiguous with their channels, and 32 bits count all elements."""
+    """Return whether neighbours along W are contiguous with their channels, and 32-bit offsets reach all elements."""
     is_dense = slab.stride(4) == slab.shape[1] and (slab.shape[1] == 1 or slab.stride(1) == 1)
     return is_dense and sum((side - 1) * way for side, way in zip(slab.shape, slab.stride(), strict=True)) < 2**31
 

@@ -22,7 +22,7 @@ MOST_TAPS = 128
 """Limit of taps of one output voxel."""
 
 MOST_INPUTS, MOST_INPUTS_OF_UNEVEN = 8, 32
-"""Limit of input channels, and for output channels that are no multiple of 8, of which cuDNN is slow. For others 16
+"""Limit of input channels, and for output channels that are not multiples of 8, of which cuDNN is slow. For others 16
 channels with 2 x 2 x 2 taps take 2.6 times as long as by cuDNN, and the weight's gradient of 32 with one tap 1.4 times
 (``workflows/benchmarks/results/networks_h200_convolutions.json``)."""
 

@@ -1,4 +1,4 @@
-"""Convolutions whose channels are no multiple of 32, padded with zero channels to the next multiple.
+"""Convolutions whose channels are not multiples of 32, padded with zero channels to the next multiple.
 
 cuDNN's fast kernels take channels in blocks: on an H200 a convolution of 48 channels to 48 took twice as long as one of
 64 to 64. Zero rows in the weight give additional output channels, which a slice removes; zero columns require a copy of

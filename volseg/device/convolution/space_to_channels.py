@@ -17,7 +17,7 @@ The weight's gradient sums the ``f`` entries of ``V``'s gradient for each tap of
 sum lacks. Forward, and in the input's gradient, the zeros of ``V`` are products: an infinite voxel times zero is NaN,
 so non-finite values reach up to ``f T + f - 1`` voxels along W, beyond the kernel's reach.
 
-Not supported: strides and groups, transposed convolutions, widths that are no multiple of a group, and padding along W
+Not supported: strides and groups, transposed convolutions, widths that a group does not divide, and padding along W
 other than the kernel's reach. Along D and H nothing changes: slabs between the planes of their halo are supported.
 """
 

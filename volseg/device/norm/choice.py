@@ -170,7 +170,7 @@ def add_gradients(
     outs
         Memory of the slabs' shapes and types.
     both
-        Whether a second term that is no norm needs a gradient; otherwise its gradient is None.
+        Whether a second term that is not a norm needs a gradient; otherwise its gradient is None.
     """
     if second is None or _passes_on(second, activation):
         own = gradient_input(gradient, first, *found[0], outs[0])

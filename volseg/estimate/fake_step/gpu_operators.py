@@ -205,7 +205,7 @@ def _step_fused(note: Note, plain: Any, *lists: Any, **options: Any) -> None:
 
 @contextmanager
 def composing_like_gpus() -> Iterator[None]:
-    """Decompose ``dropout`` and ``group_norm`` as on a GPU: torch's C++ decides by the device."""
+    """Decompose ``dropout`` and ``group_norm`` as on a GPU; torch's C++ code chooses by device."""
     with overriding_operators("AutogradCPU", {"dropout": _drop, "group_norm": _normalize_groups}):
         yield
 

@@ -251,8 +251,8 @@ def explaining_refusals() -> Iterator[None]:
             why = f"needs values of tensors, which are not there ({shorten(fault)})"
         elif modules:
             raise FollowError(
-                f"the network refuses this step: {where} raised {type(fault).__name__}: {shorten(fault)}; give it "
-                "volumes that it takes, or fix it"
+                f"the network refuses this step: {where} raised {type(fault).__name__}: {shorten(fault)}; use "
+                "volumes that the network accepts, or fix the network"
             ) from fault
         else:
             raise

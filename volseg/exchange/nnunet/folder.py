@@ -164,7 +164,7 @@ def read_nnunet(
     """
     folder = Path(folder)
     if missing := [name for name in FILES if not (folder / name).is_file()]:
-        raise ConfigError(f"{folder} is no model folder of nnU-Net 2: it has no {missing[0]}")
+        raise ConfigError(f"{folder} is not a model folder of nnU-Net 2: it has no {missing[0]}")
     chosen = _choose_folds(folder, checkpoint, folds)
     files = tuple(folder / f"fold_{fold}" / checkpoint for fold in chosen)
     read = [read_checkpoint(file) for file in files]
@@ -204,7 +204,7 @@ def _require_trainer(weights: NnunetWeights, folder: Path) -> None:
     """Raise for a trainer whose network the plans do not describe; the weights of any other must fit that network."""
     if OTHER_NETWORKS.fullmatch(weights.trainer):
         raise ConfigError(
-            f"{folder} was trained by {weights.trainer}, whose network is another than its plans describe; predict "
+            f"{folder} was trained by {weights.trainer}, whose network differs from its plans; predict "
             "with nnU-Net itself"
         )
 
@@ -214,7 +214,7 @@ def _parse_task(declared: object, file: Path, root: Path, plan: NnunetPlan) -> T
         raise DataError(f"{file} should describe nnU-Net's data set; copy the model folder again")
     channels, labels = read_channel_names(declared, file), read_regions(declared, file)
     if labels.regions and not declared.get("regions_class_order"):
-        raise DataError(f"{file} declares regions and no regions_class_order, without which nnU-Net predicts none")
+        raise DataError(f"{file} declares regions but no regions_class_order, which nnU-Net needs to predict them")
     if len(channels) != len(plan.schemes):
         raise DataError(f"{file} names {len(channels)} channel(s), the plans normalise {len(plan.schemes)}")
     if not labels.regions and list(labels.labels) != list(range(len(labels.labels))):

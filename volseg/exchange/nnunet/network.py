@@ -40,7 +40,7 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
     """
     name, given = _read_architecture(configuration, where)
     if name not in NETWORKS:
-        raise ConfigError(f"{where} names the network {name}; what can be rebuilt: {', '.join(NETWORKS)}")
+        raise ConfigError(f"{where} names the network {name}; supported: {', '.join(NETWORKS)}")
     counts = NETWORKS[name]
     sizes = ("n_stages", "features_per_stage", "kernel_sizes", "strides", counts, "n_conv_per_stage_decoder")
     if missing := [key for key in sizes if key not in given]:
@@ -50,11 +50,11 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
         raise ConfigError(f"{where} gives {name} the parameter {strange[0]!r}, which is not supported")
     for key, values in FIXED.items():
         if given.get(key, values[0] if key not in ("conv_bias", "norm_op", "nonlin") else None) not in values:
-            raise ConfigError(f"{where} builds {name} with {key}: {given.get(key)!r}; what can be rebuilt: {values[0]}")
+            raise ConfigError(f"{where} builds {name} with {key}: {given.get(key)!r}; supported: {values[0]}")
     norm, slope = given.get("norm_op_kwargs") or {}, given.get("nonlin_kwargs") or {}
     if {"eps": 1e-5, **norm} != {"eps": 1e-5, "affine": True} or {"inplace": True, **slope} != {"inplace": True}:
         raise ConfigError(
-            f"{where} builds {name} with norm {norm} and activation {slope}; what can be rebuilt: an affine norm of "
+            f"{where} builds {name} with norm {norm} and activation {slope}; supported: an affine norm of "
             "eps 1e-5, and a leaky ReLU of slope 0.01"
         )
     stages = given["n_stages"]

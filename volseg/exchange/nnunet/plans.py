@@ -230,7 +230,7 @@ def _read_plan(plans: Any, file: Path, name: str) -> NnunetPlan:
     patch = _three(given["patch_size"], int, f"{where}: patch_size")
     steps = [math.prod(s if isinstance(s, int) else s[axis] for s in network["strides"]) for axis in range(3)]
     if any(side % step for side, step in zip(patch, steps, strict=True)):
-        raise ConfigError(f"{where}: patch_size {list(patch)} is no multiple of its strides' products {steps}")
+        raise ConfigError(f"{where}: patch_size {list(patch)} is not a multiple of its strides' products {steps}")
     return NnunetPlan(
         name=name,
         dataset=str(plans.get("dataset_name") or file.parent.parent.name),

@@ -198,7 +198,7 @@ class Gpus:
 
     @classmethod
     def find(cls, device: torch.device, count: int) -> "Gpus | None":
-        """Return the description of a device, or None if it is no GPU."""
+        """Return the description of a device, or None if it is not a GPU."""
         if device.type != "cuda":
             return None
         free, total = torch.cuda.mem_get_info(device)
@@ -267,7 +267,7 @@ def run_plan(
     try:
         report = PlanReport.model_validate_json(ended.stdout)
     except ValueError as fault:
-        return Answer(problem="the output of volseg plan is no plan: " + str(fault).partition("\n")[0])
+        return Answer(problem="the output of volseg plan is not a plan: " + str(fault).partition("\n")[0])
     forecasts = tuple(row.estimate for row in report.candidates)
     return Answer(forecasts=forecasts, reserve=report.reserve_bytes, remedies=report.remedies)
 

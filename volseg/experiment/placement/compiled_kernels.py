@@ -55,7 +55,7 @@ def compile_beforehand(
     """
     if uses_gpus():
         raise ParallelError(
-            "kernels are compiled by copies of this process, and it has begun to use CUDA, which they would not "
+            "kernels are compiled by copies of this process, but it has begun to use CUDA, which they would not "
             "survive; compile them in a process of its own (volseg compile)"
         )
     dtype = choose_dtype(config.training.precision, gpu.capability)

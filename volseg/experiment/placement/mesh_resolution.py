@@ -163,7 +163,7 @@ def choose_by_estimate(config: ExperimentConfig, device: torch.device) -> Foreca
     forecasts: list[Estimate] = []
 
     def decide() -> Mapping[str, Any]:
-        # A pipeline is no candidate, and its micro-batches take long to trace.
+        # A pipeline is not a candidate, and its micro-batches take long to trace.
         answer = run_plan(config.with_values(parallel={"pipeline": 1}), gpus)
         forecasts.extend(answer.forecasts)
         if answer.problem:

@@ -95,7 +95,7 @@ def build_trainable_network(
     Raises
     ------
     ConfigError
-        If the network does not run on the patch, or a loss does not accept its outputs, or is no mean over the samples
+        If the network does not run on the patch, a loss does not accept its outputs, or is not a mean over the samples
         of a batch that replicas share.
     """
     network = build_plain_network(config, task)
@@ -128,8 +128,8 @@ def require_room(config: ExperimentConfig, task: Task, *, trains: bool = True) -
         if needed > total:
             times = f" times patch.batch {count}" if count > 1 else ""
             raise ConfigError(
-                f"{key} {list(sides)}{times} takes {needed / 2**30:.1f} GiB for an image and its logits, and there "
-                f"are {total / 2**30:.1f} GiB; take a smaller one"
+                f"{key} {list(sides)}{times} takes {needed / 2**30:.1f} GiB for an image and its logits, but there "
+                f"are {total / 2**30:.1f} GiB; choose a smaller size"
             )
 
 
@@ -209,8 +209,8 @@ def _place_on_several(
     parallel = config.parallel
     if trains and parallel.only_chooses_kernels and not is_distributed():
         raise ConfigError(
-            "parallel: {strategy: spatial, devices: 1} cuts nothing in one process; leave it out, and "
-            "training.kernels: auto takes the fast kernels by itself (or set that to fast)"
+            "parallel: {strategy: spatial, devices: 1} has no effect in one process. Leave it out: "
+            "training.kernels: auto uses the fast kernels, and fast requires them"
         )
     group = None if mesh is None else mesh.mesh.spatial_group
     fixed_order = config.training.deterministic and parallel.model_strategy == "spatial"
@@ -278,8 +278,8 @@ def _deal_devices(count: int, own: torch.device) -> Sequence[str | torch.device]
     gpus, step = list_gpus(), count_gpus() // count
     if gpus.index(own) >= step:
         raise ConfigError(
-            f"parallel.pipeline takes {count} GPUs of each process, and of the {len(gpus)} that are visible process "
-            f"{gpus.index(own)} of this machine finds none left; start {step} processes on a machine"
+            f"parallel.pipeline needs {count} GPUs per process, and the {len(gpus)} visible GPUs leave none to process "
+            f"{gpus.index(own)} of this machine; start {step} processes on a machine"
         )
     return gpus[gpus.index(own) :: step][:count]
 
@@ -327,7 +327,7 @@ def with_fast_kernels(
             reason = str(fault).partition("\n")[0]
     if not is_open:
         raise ConfigError(f"training.kernels is fast, but {reason}; set it to auto or torch")
-    logger.info("training.kernels is auto and takes torch's: %s", reason)
+    logger.info("training.kernels is auto and uses torch's: %s", reason)
     return None
 
 

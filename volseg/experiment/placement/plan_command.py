@@ -244,14 +244,14 @@ def resolve_machine(
         return _describe_machine(num_gpus or 1, gpu_memory, kind)
     if not here and not count_gpus():
         raise ConfigError(
-            "no GPU is visible, so say for which ones to plan: --gpus 4 --gpu-memory 16GiB, or --instance p3.8xlarge"
+            "no GPU is visible; name the GPUs to plan for: --gpus 4 --gpu-memory 16GiB, or --instance p3.8xlarge"
         )
     return _find_own_machine(num_gpus)
 
 
 def _take(wanted: int | None, there: int, where: str) -> int:
     if wanted is not None and wanted > there:
-        raise ConfigError(f"--gpus {wanted} asks for more than the {there} GPU(s) of {where}; take that or less")
+        raise ConfigError(f"--gpus {wanted} asks for more than the {there} GPU(s) of {where}; choose that or fewer")
     return wanted or there
 
 
@@ -289,7 +289,7 @@ def local_gpu_kind(device: torch.device) -> GpuKind:
 
 def _find_own_machine(num_gpus: int | None) -> Machine:
     if not count_gpus():
-        raise ConfigError("--here plans for the GPUs of this machine, and none is visible; name others by --instance")
+        raise ConfigError("--here plans for the GPUs of this machine, but none is visible; name others by --instance")
     # In a fork, so that this process can still fork to trace steps.
     gpu = ask_copy(lambda: local_gpu_kind(current_gpu_or_cpu()))
     count = _take(num_gpus, count_gpus(), "this machine")

@@ -124,7 +124,7 @@ class Replanned:
 
 
 class Replanning:
-    """Response of a training to a step that is out of memory.
+    """Response of a training to a step that runs out of memory.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ class Replanning:
                 raise
             if not _is_of_step(self.config, cause):
                 raise OutOfMemoryError(
-                    f"{fault}. It was no training step ({get_milestone()}), so other settings of a step do not help"
+                    f"{fault}. It was not a training step ({get_milestone()}), so other settings of a step do not help"
                 ) from cause
             said = describe_attempt(self.config, choose_device(self.config), cause)
             failure = Failure(where=name_own_place(), at=str(get_milestone()), said=said, tried=self.tried)

@@ -153,7 +153,7 @@ def export(
     ------
     ConfigError
         If the network cannot be written in this format, if the file exists and ``overwrite`` is off, or if ``source``
-        is no run and no cross-validation.
+        is neither a run nor a cross-validation.
     CheckpointError
         If a checkpoint cannot be used.
     """
@@ -170,7 +170,7 @@ def export(
     _refuse_cascade(trained.config, source)
     if len(trained.models) > 1:
         raise ConfigError(
-            f"{source} holds {len(trained.models)} networks, and {to} takes one: name one fold, such as "
+            f"{source} holds {len(trained.models)} networks, but {to} holds one: name one fold, such as "
             f"{source / 'fold_0'}"
         )
     fitted = trained.models[0]

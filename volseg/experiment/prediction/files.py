@@ -283,8 +283,8 @@ class PredictionRecord:
         made_by, *entries = [_parse(line) for line in self._read()] or [self._made_by]
         if changed := self._list_changes(made_by):
             raise ConfigError(
-                f"the predictions in {self._folder} were made otherwise ({', '.join(changed)} differ); name another "
-                "folder by --output, or predict all images again by --overwrite in place of --resume"
+                f"the predictions in {self._folder} were made with other settings ({', '.join(changed)} differ); name "
+                "another folder by --output, or predict all images again by --overwrite in place of --resume"
             )
         known = {entry.get("case"): entry for entry in entries}
         done = {}

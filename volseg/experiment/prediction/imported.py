@@ -117,8 +117,8 @@ def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
     config = validated(ExperimentConfig, values, str(read.folder))
     if config.inference.window != plan.patch:
         raise ConfigError(
-            f"nnU-Net predicts by windows of the patch of its plans, {list(plan.patch)}, got inference.window "
-            f"{config.inference.window}; leave it out"
+            f"nnU-Net predicts with windows of its plans' patch size, {list(plan.patch)}, got inference.window "
+            f"{config.inference.window}; leave inference.window out"
         )
     # nnU-Net predicts in float16 on a GPU; of what autocast offers, that has the most digits.
     if config.training.precision == "auto" and choose_device(config).type == "cuda":

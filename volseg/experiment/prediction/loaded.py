@@ -194,7 +194,7 @@ def load(
     device = None if device is None else str(device)
     if folds is not None:
         if not isinstance(source, Source) or not folds:
-            raise ConfigError(f"folds says which networks of one source to take, got {folds!r} of {source}")
+            raise ConfigError(f"folds chooses networks of one source, got {folds!r} of {source}")
         source = [path_of(source) / f"fold_{fold}" for fold in folds]
     settings = [*overrides] if device is None else [*overrides, f"device={device.partition(':')[0]}"]
     if mirror is not None:

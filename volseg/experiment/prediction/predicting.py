@@ -115,8 +115,8 @@ def predict(
     done = record.list_done(cases) if resume else record.list_existing(cases)
     if done and not (resume or skip_existing or overwrite):
         raise ConfigError(
-            f"{files.folder} holds {len(done)} of the {len(cases)} label maps, first {next(iter(done))}. Go on with "
-            "the same prediction by --resume, keep them, whatever made them, by --skip-existing, replace them by "
+            f"{files.folder} holds {len(done)} of the {len(cases)} label maps, first {next(iter(done))}. Continue "
+            "this prediction with --resume, keep label maps of any origin with --skip-existing, replace them by "
             "--overwrite, or name another folder by --output"
         )
     done = {} if overwrite else done
@@ -182,7 +182,7 @@ def serve_predictions() -> None:
         trained, files, record = _load(order)
         if record.digest != order["made_by"]:
             raise ConfigError(
-                "the weights were replaced while the prediction began, by a training that goes on; wait for it, or "
+                "the weights were replaced while the prediction began, by a running training; wait for it, or "
                 "name other weights by --checkpoint; the same command with --overwrite predicts all images again"
             )
         queue = PredictionQueue(trained, files, record, (), strict=False)

@@ -279,7 +279,7 @@ class PredictionQueue:
         except OSError as fault:
             raise ConfigError(
                 f"label maps cannot be written to {self._files.folder} ({fault.strerror or fault}); free space, then "
-                "go on by --resume, or name another folder by --output"
+                "continue with --resume, or name another folder by --output"
             ) from fault
         return path
 

@@ -79,7 +79,7 @@ def list_folds(folder: Path) -> list[RunFolder]:
     left = [str(number) for number in begun if number not in finished]
     if begun and not finished:
         raise ConfigError(
-            f"no fold of {folder} is finished (begun: {', '.join(left)}); go on with them by volseg cross-validate "
+            f"no fold of {folder} is finished (begun: {', '.join(left)}); continue them by volseg cross-validate "
             f"CONFIG --resume, or name one of its run folders, such as {begun[int(left[0])].path}"
         )
     if begun:
@@ -119,8 +119,8 @@ def require_runs(source: str | Path) -> list[RunFolder]:
     if runs := list_runs(source):
         return runs
     raise ConfigError(
-        f"{source} is no run folder and no cross-validation: it has no config.yaml and no fold_0; name what `volseg "
-        "train` or `volseg cross-validate` made"
+        f"{source} is neither a run folder nor a cross-validation: it has no config.yaml and no fold_0; name the "
+        "folder that `volseg train` or `volseg cross-validate` wrote"
     )
 
 
@@ -179,7 +179,7 @@ def open_one(path: str | Path) -> SourceNetwork:
     Raises
     ------
     ConfigError
-        If ``path`` is no source, or one of several networks.
+        If ``path`` is not a source, or one of several networks.
     CheckpointError
         If the weights are damaged, or cannot be read without running code.
     """

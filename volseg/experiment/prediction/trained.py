@@ -202,7 +202,7 @@ class SourceNetwork:
         try:
             load_weights(model, self.values, self.average)
         except CheckpointError as fault:
-            raise CheckpointError(f"{self.file} is not of the network in its config: {fault}") from fault
+            raise CheckpointError(f"{self.file} does not fit the network in its config: {fault}") from fault
         return Trained(
             source=self.source,
             config=config,
@@ -217,7 +217,7 @@ class SourceNetwork:
 
 
 def require_checkpoint(name: str) -> None:
-    """Raise for a name that is no key of `CHECKPOINTS`."""
+    """Raise for a name that is not a key of `CHECKPOINTS`."""
     if name not in CHECKPOINTS:
         raise ConfigError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {name!r}")
 
@@ -237,7 +237,7 @@ def open_run(folder: RunFolder, checkpoint: str | Path = "latest", overrides: Se
     Raises
     ------
     ConfigError
-        If the folder is no run, or there is no such key.
+        If the folder is not a run, or there is no such key.
     CheckpointError
         If the checkpoint is absent or damaged.
     """

@@ -103,7 +103,7 @@ def _gather(source: Path, overrides: Sequence[str]) -> _Shown:
     if runs := list_runs(source):
         return _gather_runs(source, runs, overrides)
     if overrides:
-        raise ConfigError(f"{source} is no run, so it has no config in which to set {overrides[0]}")
+        raise ConfigError(f"{source} is not a run, so it has no config in which to set {overrides[0]}")
     if (source / RECORD).is_file():
         return _gather_predictions(source)
     has_labels = source.suffix.casefold() in TABLES or (source.is_dir() and _is_data_set(source))

@@ -8,7 +8,7 @@ row        sum of                    for
 =========  ========================  ==========================================
 overlap    ``p[c] [y = c]``          Dice's numerator
 mass       ``p[c]`` or its square    Dice's denominator
-truth      ``[y = c]``               Dice's denominator; NaN if a label is no class
+truth      ``[y = c]``               Dice's denominator; NaN if a label is not a class
 surprise   ``-log p[c] [y = c]``     cross entropy
 =========  ========================  ==========================================
 """

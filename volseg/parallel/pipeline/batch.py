@@ -42,7 +42,7 @@ def run_batch(net: nn.Module, placement: Placement, batch: CutBatch) -> Any:
     output = join(_flow(net, placement, batch), batch.sizes)
     if len(batch.calls) > 1 and runs.list_changed_tensors(versions):
         raise PartitionError(
-            "forward changes an argument in place, and autograd or the next micro-batch may need it as it was; work "
+            "forward changes an argument in place, but autograd or the next micro-batch may need it as it was; work "
             "out of place (inplace=False, x.clone()), or use the whole batch as split_size"
         )
     return output

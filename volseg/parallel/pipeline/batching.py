@@ -157,14 +157,14 @@ class Batching:
         with runner(True) as run:  # a network that cannot run the batch itself raises its own error
             run(copy_call(call))
         raise ParallelError(
-            f"to distinguish outputs with one row per sample from others, the pipeline ran {samples} samples "
-            f"instead of {size}, which failed: {failures[0]}. Choose a split_size that leaves a remainder, or the "
+            f"the pipeline ran {samples} samples instead of {size} to find the outputs with one row per sample; this "
+            f"run failed: {failures[0]}. Choose a split_size that leaves a remainder, or the "
             "whole batch"
         ) from failures[0]
 
 
 def _choose_unusual_number(call: Call, size: int) -> int:
-    """Return a number of samples that is no length of the call's tensors, and not ``size``."""
+    """Return a number of samples that is not a length of the call's tensors, and not ``size``."""
     lengths = {size, *(n for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor) for n in leaf.shape)}
     return next(number for number in range(2, len(lengths) + 3) if number not in lengths)
 

@@ -252,7 +252,7 @@ class Stopwatch(runs.Run):
             self.finish()
             self._begin()
             self._segment = number
-        # Functions called here are no part of forward: they must be neither counted nor marked.
+        # Functions called here are not part of forward: they must be neither counted nor marked.
         with without_overrides():
             return runs.map_tensors(self._cut_off, args), runs.map_tensors(self._cut_off, kwargs)
 

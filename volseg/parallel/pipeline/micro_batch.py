@@ -150,8 +150,8 @@ def _join_leaf(column: Sequence[Any], sizes: Sequence[int], number: int) -> Any:
     if len({_describe_rows(leaf) for leaf in column}) > 1 or not isinstance(first, Tensor):
         found = ", ".join(dict.fromkeys(map(_describe_rows, column)))
         raise ParallelError(
-            f"output {number} of the network is {found} by micro-batch; the pipeline joins tensors (B, ...) of one "
-            "shape and type in tuples, lists and dictionaries, and passes on equal plain values"
+            f"output {number} of the network is {found} in the micro-batches; the pipeline joins tensors (B, ...) of "
+            "one shape and type in tuples, lists and dictionaries, and passes on equal plain values"
         )
     return torch.cat(list(column)) if len(column) > 1 else first
 

@@ -36,7 +36,7 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCost:
-    """The layers of one device."""
+    """Layers, device and activation memory of one stage."""
 
     device: str
     layers: tuple[LayerCost, ...]

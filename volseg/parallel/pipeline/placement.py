@@ -206,7 +206,7 @@ class PlacedRun(runs.Run):
         index = self._calls[module]
         self._calls[module] = index + 1
         self.turn_to(calls[min(index, len(calls) - 1)])
-        # Functions called here are no part of forward, and must not be intercepted.
+        # Functions called here are not part of forward, and must not be intercepted.
         with without_overrides():
             if self._all_here(args, kwargs):
                 return None

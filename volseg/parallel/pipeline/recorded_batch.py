@@ -209,7 +209,7 @@ class RecordedBatch:
             if variable is not None:
                 if id(variable) not in self._places:
                     raise RecordRefusedError(
-                        "forward uses a tensor with a gradient that is no parameter of the network"
+                        "forward uses a tensor with a gradient that is not a parameter of the network"
                     )
                 yield self._places[id(variable)]
 

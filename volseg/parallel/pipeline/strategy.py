@@ -146,7 +146,7 @@ class PipelineStrategy:
             accept_gradients_of_other_streams()
         if self.cuts is not None and len(self.cuts) >= len(self.devices):
             raise ParallelError(
-                f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, and there are {len(self.devices)} devices"
+                f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, but there are {len(self.devices)} devices"
             )
         self._recorder = BatchRecorder(net, self.options.record, self.devices)
         taken = signature(net.forward).parameters.values()
@@ -366,6 +366,6 @@ def find_start(cut: str, starts: Sequence[str]) -> int:
         if path == cut or path.startswith(f"{cut}."):
             return number
     raise PartitionError(
-        f"no stage can start at {cut!r}: it is not called, or lies between the creation and an in-place change of "
-        f"a tensor. Stages can start at {', '.join(starts[1:]) or 'no module of this network'}"
+        f"no stage can start at {cut!r}: forward does not call this module, or it lies between the creation and "
+        f"an in-place change of a tensor. Stages can start at {', '.join(starts[1:]) or 'no module of this network'}"
     )

@@ -165,7 +165,7 @@ def get_message_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def agree(yes: bool, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
-    """Return whether all processes of a group agree, then all of the next group: a whole mesh, dim by dim."""
+    """Return whether all processes of ``groups`` agree: one group per dim asks a whole mesh."""
     with host_values():
         vote = torch.tensor([int(yes)], device=get_host_readable_device(device))
         for group in groups:

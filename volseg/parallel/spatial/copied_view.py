@@ -111,7 +111,7 @@ def mark_copies(result: Any, given: Sequence[ShardedVolume], perhaps: bool) -> A
     here; so neither may be changed.
     """
     parents = [volume.origin for volume in given if volume.origin is not None]
-    # Compared slab by slab: a piece of a neighbour's slab is no view of this process's slab.
+    # Compared slab by slab: a piece of a neighbour's slab is not a view of this process's slab.
     owned = [_memory(volume._slabs) for volume in given]
     sources = [slab for volume in given for slab in volume._slabs]
 

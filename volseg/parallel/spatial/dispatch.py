@@ -305,8 +305,8 @@ def _check_layouts(func: Callable, result: Any) -> None:
             for dim, extents, position in zip(volume.dims, volume.extents(), coordinates, strict=True):
                 if slab.shape[dim] != extents[position]:
                     raise UnsupportedOperatorError(
-                        f"the sharded form of {name_of(func)} lost how the cut dim {dim} was merged with its "
-                        f"neighbours: a mistake in volseg; please report it, and use strategy='pipeline' for now"
+                        f"the sharded form of {name_of(func)} lost the merge of the cut dim {dim} with its "
+                        f"neighbours: this is a bug in volseg; please report it, and use strategy='pipeline' for now"
                     )
 
 

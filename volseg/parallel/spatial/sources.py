@@ -34,7 +34,7 @@ class Unchanged:
         self._versions = [get_version(tensor) for tensor in tensors]
 
     def including(self, *tensors: Tensor) -> "Unchanged":
-        """Return these tensors and others, which must not change from now on."""
+        """Return a record of these tensors and more; from now on none of them may change."""
         return self.joined(Unchanged(tensors))
 
     def joined(self, other: "Unchanged") -> "Unchanged":
@@ -44,7 +44,7 @@ class Unchanged:
         return both
 
     def holds(self) -> bool:
-        """Return whether no tensor was changed in place since."""
+        """Return whether no tensor was changed in place since it was recorded."""
         return [get_version(tensor) for tensor in self._tensors] == self._versions
 
 

@@ -259,7 +259,7 @@ class Remembered:
             if any(get_version(parameter) != version and id(parameter) not in noted for parameter, version in pairs):
                 raise ParallelError(
                     f"a parameter among {', '.join(part.parameters)} of {type(part.module).__name__} was changed in "
-                    "place after a forward pass that must be repeated or undone: take the optimizer's step behind "
+                    "place after a forward pass that must be repeated or undone: run the optimizer's step after "
                     "backward(), and keep what forward() itself changes in buffers"
                 )
 

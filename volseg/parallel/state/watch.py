@@ -285,7 +285,7 @@ def _list_held(named: Iterable[tuple[str, nn.Module]], optimizer: Optimizer | No
 
 
 def _name_modules(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules, and networks inside wrappers that share their registries but are no registered child."""
+    """Yield the modules, and networks inside wrappers that share their registries but are not registered children."""
     waiting, known = [("", net)], set[int]()
     for path, outer in waiting:
         for name, module in outer.named_modules(prefix=path):

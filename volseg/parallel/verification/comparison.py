@@ -217,7 +217,7 @@ def _find_scale(name: str) -> str:
 
 
 def _size(value: Any) -> float:
-    """Return the largest absolute value: NaN if there is a NaN, 0 for a value that is no tensor."""
+    """Return the largest absolute value: NaN if there is a NaN, 0 for a value that is not a tensor."""
     if not isinstance(value, Tensor) or not value.numel():
         return 0.0
     return float(torch.linalg.vector_norm(_numbers(value), math.inf))

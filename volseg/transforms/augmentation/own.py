@@ -47,7 +47,7 @@ class OwnAugmentations:
             step = AUGMENTATIONS.build(spec)
             if not callable(step):
                 raise ConfigError(
-                    f"augmentation {spec['name']} must make a callable (image, label, generator) -> (image, label), "
+                    f"augmentation {spec['name']} must build a callable (image, label, generator) -> (image, label), "
                     f"got a {type(step).__name__}"
                 )
             self.steps.append(step)

@@ -178,7 +178,7 @@ def _read_kernel(
         background = 1 - tl.sum(tl.where(foreground, shares, 0.0), 1)
         first = tl.min(tl.where(shares == most[:, None], classes[None, :], BK), 1)
         chosen = tl.where(most > background, first, 0)
-        # A label that is no class must reach the loss, which refuses it.
+        # A label that is not a class must reach the loss, which refuses it.
         chosen = tl.where(copied >= 0, copied, chosen)
     tl.store(out_labels + b * volume + v, chosen.to(out_labels.dtype.element_ty), mask=inside)
 

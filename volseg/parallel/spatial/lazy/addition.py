@@ -40,7 +40,7 @@ class WaitingSum(WaitingTerms):
     norms
         The first term, and the second one if it is a norm.
     others
-        The slabs of each volume that is joined in a second term that is no norm.
+        The slabs of each volume that is joined in a second term that is not a norm.
     recipe, dtype
         Recipe and element type of such a term.
     tiles

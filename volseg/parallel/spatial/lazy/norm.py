@@ -60,7 +60,7 @@ class Add:
     dtype
         Element type of the result.
     write, kept_in
-        Writes the second term if this is no norm, in this element type.
+        Writes the second term if this is not a norm, in this element type.
     activation
         Activation of the sum.
     planes
@@ -250,7 +250,7 @@ class _Add(torch.autograd.Function):
         needed = [
             any(ctx.needs_input_grad[first:][: len(rows)]) for first in range(-len(rows) * len(others), 0, len(rows))
         ]
-        # Channels, type, and whether a gradient is needed, of each volume that is joined in a term that is no norm.
+        # Channels, type, and whether a gradient is needed, of each volume that is joined in a term that is not a norm.
         ctx.columns = [(own[0].shape[1], own[0].dtype, asked) for own, asked in zip(others, needed, strict=True)]
         if write.passes_gradient_on:
             # Without an activation such a term is not kept: torch does not keep it either.

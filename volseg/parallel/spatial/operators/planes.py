@@ -156,7 +156,7 @@ def sharded_windows(
         return wrap(volume, [whole(slab) for slab in volume.slabs])
     if not all(can_split(plan.outputs, count) for plan, count in zip(plans, context.communicator.grid, strict=True)):
         return whole(volume.full_tensor())
-    # Without autograd the result is no view either: torch would refuse to change a view in place later.
+    # Without autograd the result is not a view either: torch would refuse to change a view in place later.
     apart = reads_only and not torch.is_grad_enabled()
     # Outside of the network second derivatives may be requested.
     reads_only = reads_only and context.communicator.is_direct and context.in_network
