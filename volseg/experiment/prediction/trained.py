@@ -48,6 +48,8 @@ class Trained:
     """The source: a run folder, a cross-validation's folder, a file; the first of several."""
     config: ExperimentConfig
     """Config with the overrides of the prediction."""
+    spec: Mapping[str, Any]
+    """Name and all parameters of the network."""
     task: Task
     preprocessing: Preprocessing
     """Preprocessing of an image."""
@@ -206,6 +208,7 @@ class SourceNetwork:
         return Trained(
             source=self.source,
             config=config,
+            spec=complete.network.spec(),
             task=task,
             preprocessing=preprocessing_of(config) if self.preprocessing is None else self.preprocessing,
             models=(model.eval(),),
