@@ -45,7 +45,7 @@ def test_a_finished_training_leaves_a_page_with_its_cases(configured, true_pictu
     shown = [image for tag in events.Tags()["images"] if tag != "train/patches" for image in events.Images(tag)]
     assert len(shown) == 4  # two cases, after each of two epochs
     assert all(min(image.width, image.height) >= 512 for image in shown)
-    for heading in ("Curves", "Scores", "Cases to look at closely", "Time", "Next"):
+    for heading in ("Curves", "Scores", "Spread over the cases", "Cases to look at closely", "Time", "Next"):
         assert f"<h2>{heading}</h2>" in page
     assert "HD95" in page
 

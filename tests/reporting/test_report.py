@@ -20,7 +20,7 @@ from volseg.evaluation.summary import read_summary, scores_table
 from volseg.monitoring.run_files import RunStatus, write_status
 from volseg.reporting import write_brief, write_report
 from volseg.reporting.content import Chart, Line
-from volseg.reporting.drawing import NUM_COLOURS, WIDTH, choose_ticks, draw, draw_legend
+from volseg.reporting.drawing import NUM_COLOURS, WIDTH, choose_ticks, draw_chart, draw_legend
 from volseg.reporting.reading import ReportedCase, read_run
 from volseg.reporting.sections import add_spans, choose_extremes
 
@@ -87,14 +87,16 @@ def test_each_gpu_is_told_and_the_forecast_of_the_fullest(run):
 
 
 def test_a_chart_without_two_values_is_not_drawn(run):
-    lines = [json.loads(line) for line in (run / "history.jsonl").read_text(encoding="utf-8").splitlines()]
-    for line in lines:
-        line["scalars"]["lr"] = 1e-3
-    (run / "history.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    with (run / "history.jsonl").open("a", encoding="utf-8") as history:
+        for epoch in (21, 22):
+            flat = {f"val/{name}": 0.0 for name in ("undefined/Anterior", "undefined/Posterior")}
+            line = {"epoch": epoch, "step": 1, "time": 0.0, "scalars": {**flat, "val/nsd/Anterior": epoch / 30}}
+            history.write(json.dumps(line) + "\n")
     page = read_page(run)
-    assert {"Loss", "Dice"} < {*page.texts}
-    assert "Learning rate" not in page.texts
-    (run / "history.jsonl").write_text(json.dumps(lines[0]) + "\n", encoding="utf-8")
+    assert "Validation: undefined" not in page.texts
+    assert "Validation: NSD" in page.texts
+    first = (run / "history.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    (run / "history.jsonl").write_text(first + "\n", encoding="utf-8")
     page = read_page(run)
     assert "Curves" not in page.texts
     assert "No curves: history.jsonl tells of 1 epoch(s)." in page.text
@@ -252,7 +254,7 @@ def test_ticks_enclose_what_is_drawn(low, high):
 
 def test_a_curve_of_one_epoch_has_that_epoch_alone_on_its_axis():
     """Its axis went from 1 to 2, and the point stood at the left border."""
-    drawn = Page(str(draw(Chart(title="Loss", lines=[Line(name="loss", xs=[7], ys=[0.5], colour=0)]))))
+    drawn = Page(str(draw_chart(Chart(title="Loss", lines=[Line(name="loss", xs=[7], ys=[0.5], colour=0)]))))
     centred = [value for kind, key, value in drawn.attributes if (kind, key) == ("text", "text-anchor")]
     assert centred.count("middle") == 1
     assert drawn.texts.count("7") == 1

@@ -54,21 +54,49 @@ class Line:
     ys: Sequence[float]
     colour: int = 0
     """Index of the colour in the palette."""
+    dots: bool = False
+    """Whether to draw points instead of a line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """A chart of lines over the epochs."""
+    """A chart of lines over the epochs, or over another quantity."""
 
     title: str
     lines: Sequence[Line]
+    unit: str = ""
+    over: str = "the epochs"
+    counts: bool = True
+    """Whether the horizontal axis has whole numbers."""
+    log: bool = False
+    """Whether the horizontal axis is logarithmic."""
+
+    @property
+    def series(self) -> list[Sequence[float]]:
+        """Values of each line."""
+        return [line.ys for line in self.lines]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Boxes:
+    """A box plot of a metric over cases or trials, with one box per label or choice."""
+
+    title: str
+    groups: Sequence[tuple[str, Sequence[tuple[str, float]]]]
+    """Name of the label or choice, and pairs of case or trial and value. Values that are not finite get a count."""
+    unit: str = ""
+
+    @property
+    def series(self) -> list[Sequence[float]]:
+        """Values of each group."""
+        return [[value for _, value in cases] for _, cases in self.groups]
 
 
 @dataclass(frozen=True, slots=True)
 class Charts:
     """Small charts side by side."""
 
-    charts: Sequence[Chart]
+    charts: Sequence[Chart | Boxes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,10 +162,10 @@ class ReportContent:
     """Time and version of volseg that wrote the report."""
 
 
-def select_charts(charts: Sequence[Chart]) -> list[Block]:
+def select_charts(charts: Sequence[Chart | Boxes], caption: str) -> list[Block]:
     """Return a caption and the charts whose values vary; an empty list if no chart has such values."""
-    shown = [chart for chart in charts if any(len({*filter(math.isfinite, line.ys)}) > 1 for line in chart.lines)]
-    return [Text("Over the epochs, counted from 1."), Charts(shown)] if shown else []
+    shown = [chart for chart in charts if any(len({*filter(math.isfinite, values)}) > 1 for values in chart.series)]
+    return [Text(caption), Charts(shown)] if shown else []
 
 
 def list_sections(sections: Sequence[Section]) -> list[Section]:

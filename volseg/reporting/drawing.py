@@ -1,4 +1,4 @@
-"""Draw charts as inline SVG: lines over the epochs.
+"""Draw charts as inline SVG: lines over the epochs, boxes over the cases.
 
 All are as wide as a phone and are set beside each other where there is room, so that their letters stay readable.
 Colours are classes of the page's style, which knows light and dark.
@@ -7,9 +7,10 @@ Colours are classes of the page's style, which knows light and dark.
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from markupsafe import Markup, escape
 
-from volseg.reporting.content import Chart, Line
+from volseg.reporting.content import Boxes, Chart, Line
 
 
 def tag(name: str, /, *children: str | Markup, **attributes: str | float) -> Markup:
@@ -33,35 +34,79 @@ NUM_COLOURS = 7
 MOST_POINTS = 600
 """Most points of a line."""
 
+ROW = 44
+"""Height of a box with its name above it."""
 
-def draw(chart: Chart) -> Markup:
-    """Return a chart of lines over the epochs, with their names where it has several."""
+
+def draw(chart: Chart | Boxes) -> Markup:
+    """Return a chart, with the names of its lines where it has several."""
+    if isinstance(chart, Boxes):
+        return draw_boxes(chart)
+    names = [(line.name, line.colour) for line in chart.lines]
+    return draw_chart(chart) + (draw_legend(names) if len(names) > 1 else Markup())
+
+
+def draw_chart(chart: Chart) -> Markup:
+    """Return a chart of lines over the epochs, or over another axis."""
     ys = [y for line in chart.lines for y in line.ys if math.isfinite(y)]
     xs = [x for line in chart.lines for x in line.xs]
     ticks = choose_ticks(min(ys), max(ys))
     low, high = min(*ys, *ticks), max(*ys, *ticks)
-    first, last = min(xs), max(xs)
+    scale = math.log10 if chart.log else float
+    first, last = scale(min(xs)), scale(max(xs))
 
     def place(x: float, y: float) -> tuple[float, float]:
         # A single epoch is drawn in the middle of the axis.
-        across = LEFT + (WIDTH - LEFT - RIGHT) * ((x - first) / (last - first) if last > first else 0.5)
+        across = LEFT + (WIDTH - LEFT - RIGHT) * ((scale(x) - first) / (last - first) if last > first else 0.5)
         return across, TOP + (HEIGHT - TOP - BOTTOM) * (1 - (y - low) / (high - low))
 
     parts = []
     for tick in ticks:
-        _, height = place(first, tick)
+        _, height = place(xs[0], tick)
         parts.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=height, y2=height))
         parts.append(tag("text", format_number(tick), x=LEFT - 6, y=height + 4, text_anchor="end"))
-    marks = [tick for tick in choose_ticks(first, last, 5) if first <= tick <= last and tick == int(tick)]
+    below = [tick for tick in choose_ticks(first, last, 5) if first <= tick <= last]
+    marks = [10.0**tick if chart.log else tick for tick in below if not chart.counts or tick == int(tick)]
     parts += [
         tag("text", format_number(mark), x=place(mark, low)[0], y=HEIGHT - 6, text_anchor="middle") for mark in marks
     ]
     for line in chart.lines:
         parts.extend(_draw_line(line, place))
-    told = f"{chart.title} over the epochs: {'; '.join(map(_tell_line, chart.lines))}"
-    drawn = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=told)
-    names = [(line.name, line.colour) for line in chart.lines]
-    return drawn + (draw_legend(names) if len(names) > 1 else Markup())
+    return _frame(parts, HEIGHT, f"{chart.title} over {chart.over}: {'; '.join(map(_tell_line, chart.lines))}")
+
+
+def draw_boxes(boxes: Boxes) -> Markup:
+    """Return a row per label: quartiles as a box, whiskers to the last value within 1.5 of its length, every case."""
+    values = [value for _, cases in boxes.groups for _, value in cases if math.isfinite(value)]
+    ticks = choose_ticks(min(values), max(values), 4)
+    low, high = min(*values, *ticks), max(*values, *ticks)
+    height = ROW * len(boxes.groups) + BOTTOM
+
+    def place(value: float) -> float:
+        return 8 + (WIDTH - 24) * (value - low) / (high - low)
+
+    parts = []
+    for tick in ticks:
+        parts.append(tag("line", class_="grid", x1=place(tick), x2=place(tick), y1=0, y2=height - BOTTOM + 4))
+        parts.append(tag("text", format_number(tick), x=place(tick), y=height - 6, text_anchor="middle"))
+    told = []
+    for number, (name, cases) in enumerate(boxes.groups):
+        known = np.array([value for _, value in cases if math.isfinite(value)])
+        absent = len(cases) - len(known)
+        title = f"{name} ({absent} of {len(cases)} undefined)" if absent else name
+        parts.append(tag("text", title, class_="name", x=8, y=ROW * number + 13))
+        if not known.size:
+            continue
+        told.append(f"{name}: median {format_number(float(np.median(known)))} of {known.size}")
+        middle, colour = ROW * number + 29, _paint(number, "stroke", "fill")
+        parts.extend(_draw_box(known, middle, colour, place))
+        for order, (case, value) in enumerate(cases):
+            if math.isfinite(value):
+                # Spread over three heights, so that equal values stay visible.
+                dot = {"cx": place(value), "cy": middle + 5.0 * (order % 3 - 1), "r": 2.2}
+                shown = tag("title", f"{case}: {value:.4g}")
+                parts.append(tag("circle", shown, class_="dot", style=colour, **dot))
+    return _frame(parts, height, f"{boxes.title}: {'; '.join(told)}")
 
 
 def draw_legend(names: Sequence[tuple[str, int]]) -> Markup:
@@ -106,9 +151,9 @@ def format_number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _paint(number: int, name: str) -> str:
+def _paint(number: int, *properties: str) -> str:
     """Return a style in a colour of the palette, which begins anew in paler colours where more are wanted."""
-    painted = f"{name}:var(--c{number % NUM_COLOURS})"
+    painted = ";".join(f"{one}:var(--c{number % NUM_COLOURS})" for one in properties)
     return painted if number < NUM_COLOURS else f"{painted};opacity:.4"
 
 
@@ -117,6 +162,9 @@ def _draw_line(line: Line, place: Callable[[float, float], tuple[float, float]])
     stride = -(-len(line.xs) // MOST_POINTS)
     points = list(zip(line.xs, line.ys, strict=True))
     points = [*points[::stride], *points[-1:]] if stride > 1 else points
+    if line.dots:
+        fill = stroke.replace("stroke", "fill")
+        return [tag("circle", cx=x, cy=y, r=2.5, style=fill) for x, y in (place(*point) for point in points)]
     pieces: list[list[tuple[float, float]]] = [[]]
     for x, y in points:
         if math.isfinite(y):
@@ -133,9 +181,25 @@ def _draw_line(line: Line, place: Callable[[float, float], tuple[float, float]])
     return drawn
 
 
+def _draw_box(known: np.ndarray, middle: float, colour: str, place: Callable[[float], float]) -> list[Markup]:
+    lower, median, upper = (float(value) for value in np.quantile(known, [0.25, 0.5, 0.75]))
+    reach = 1.5 * (upper - lower)
+    inside = known[(known >= lower - reach) & (known <= upper + reach)]
+    ends = [(float(inside.min()), lower), (upper, float(inside.max()))]
+    whiskers = [tag("line", x1=place(a), x2=place(b), y1=middle, y2=middle, style=colour) for a, b in ends]
+    box = tag("rect", class_="box", x=place(lower), y=middle - 9, height=18, style=colour,
+              width=max(place(upper) - place(lower), 1.0))  # fmt: skip
+    line = {"x1": place(median), "x2": place(median), "y1": middle - 9, "y2": middle + 9}
+    return [*whiskers, box, tag("line", class_="median", style=colour, **line)]
+
+
 def _tell_line(line: Line) -> str:
     known = [y for y in line.ys if math.isfinite(y)]
     if not known:
         return f"{line.name}: no value"
     lowest, highest = format_number(min(known)), format_number(max(known))
     return f"{line.name} from {format_number(known[0])} to {format_number(known[-1])}, between {lowest} and {highest}"
+
+
+def _frame(parts: Sequence[Markup], height: float, told: str) -> Markup:
+    return tag("svg", *parts, viewBox=f"0 0 {WIDTH} {height:g}", role="img", aria_label=told)

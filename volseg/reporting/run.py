@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -15,10 +16,23 @@ from volseg.reporting.sections import (
     describe_memory,
     describe_scores,
     describe_time_of_run,
+    name_metric,
     tabulate_published,
 )
 
 GIB = 2**30
+
+CURVES = (
+    ("Loss", "", ("train/loss", "train/*")),
+    ("Dice", "", ("train/soft_dice", "val/dice_mean", "val/dice/*")),
+    ("Learning rate", "", ("lr",)),
+    ("Gradient norm", "", ("train/gradient_norm",)),
+    ("A step", "s", ("time/step_*",)),
+    ("An epoch", "s", ("time/*",)),
+    ("Speed", "voxels/s", ("voxels_per_second",)),
+    ("GPU memory", "GiB", ("gpu/*_gib", "memory/*_gib")),
+)
+"""Charts, and the tags that are drawn in them; a tag is drawn once, where it is named rather than where it fits."""
 
 
 def describe_run(record: RunRecord, state: str | None = None) -> content.ReportContent:
@@ -179,22 +193,43 @@ def _compare(record: RunRecord) -> list[content.Block]:
 
 
 def _draw_curves(record: RunRecord) -> list[content.Block]:
-    """Return charts of losses, Dice and learning rate; TensorBoard shows every value."""
     tags = list(dict.fromkeys(tag for line in record.history for tag in line.scalars))
-    dice = ["train/soft_dice", "val/dice_mean", *(tag for tag in tags if tag.startswith("val/dice/"))]
-    losses = [tag for tag in tags if tag.startswith("train/") and tag not in ("train/soft_dice", "train/gradient_norm")]
     names = list(record.scores.labels.values()) if record.scores is not None else []
+    named = {tag for _, _, wanted in CURVES for tag in wanted}
     charts = []
-    for title, wanted in (("Loss", losses), ("Dice", dice), ("Learning rate", ["lr"])):
-        lines = []
-        for place, tag in enumerate(tag for tag in wanted if tag in tags):
-            held = [(line.epoch, line.scalars[tag]) for line in record.history if tag in line.scalars]
-            name = tag.removeprefix("val/dice").partition("/")[2] or ("mean" if tag == "val/dice_mean" else tag)
-            # A label has the same colour as in the pictures.
-            colour = names.index(name) if name in names else place + (len(names) if title == "Dice" else 0)
-            lines.append(content.Line(name=name, xs=[x for x, _ in held], ys=[y for _, y in held], colour=colour))
-        charts.append(content.Chart(title=title, lines=lines))
-    return content.select_charts(charts)
+    taken: set[str] = set()
+    for title, unit, wanted in CURVES:
+        fitting = [tag for tag in tags if tag not in taken | named and any(fnmatchcase(tag, one) for one in wanted)]
+        chosen = [*(tag for tag in wanted if tag in tags), *fitting]
+        taken.update(chosen)
+        charts.append(content.Chart(title=title, unit=unit, lines=_list_lines(record, chosen, names)))
+    further = [tag for tag in tags if tag not in taken and tag.startswith("val/")]
+    for metric in dict.fromkeys(tag.split("/")[1] for tag in further):
+        chosen = [tag for tag in further if tag.split("/")[1] == metric]
+        charts.append(
+            content.Chart(title=f"Validation: {name_metric(metric)}", lines=_list_lines(record, chosen, names))
+        )
+    return content.select_charts(charts, "Over the epochs, counted from 1.")
+
+
+def _list_lines(record: RunRecord, tags: Sequence[str], names: Sequence[str]) -> list[content.Line]:
+    """Return a line per tag over the epochs that have it; a label has the same colour as in the pictures."""
+    lines = []
+    for place, tag in enumerate(tags):
+        held = [(line.epoch, line.scalars[tag]) for line in record.history if tag in line.scalars]
+        name = _name_line(tag)
+        colour = names.index(name) if name in names else place + (len(names) if tag == "val/dice_mean" else 0)
+        lines.append(content.Line(name=name, xs=[x for x, _ in held], ys=[y for _, y in held], colour=colour))
+    return lines
+
+
+def _name_line(tag: str) -> str:
+    """Return a tag without what the chart's title says already: of ``val/dice/Anterior`` the label."""
+    kind, _, rest = tag.partition("/")
+    if kind == "val":
+        return rest.partition("/")[2] or "mean"
+    name = rest.removesuffix("_seconds")
+    return (name if name == "step" else name.removeprefix("step_")).replace("_", " ") or kind
 
 
 def show_cases(scores: Scores, overlays: Mapping[str, Path], folder: Path) -> list[content.Block]:

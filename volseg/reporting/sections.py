@@ -22,7 +22,7 @@ def choose_extremes(cases: Sequence[ReportedCase]) -> tuple[list[ReportedCase], 
 
 
 def describe_scores(scores: Scores | None, compose: content.Composer) -> list[content.Section]:
-    """Return the sections on scores, by label and case by case; none without scores."""
+    """Return the sections on scores: by label, spread over the cases, and case by case; none without scores."""
     if scores is None:
         return []
     return [
@@ -30,6 +30,7 @@ def describe_scores(scores: Scores | None, compose: content.Composer) -> list[co
             "Validation", lambda: [_tabulate_dice(scores), *_list_lowest(scores)], brief=True, only_brief=True
         ),
         compose.section("Scores", lambda: _tabulate_labels(scores), brief=True),
+        compose.section("Spread over the cases", lambda: _draw_boxes(scores)),
         compose.section("Cases", lambda: _tabulate_cases(scores)),
     ]
 
@@ -88,6 +89,23 @@ def _tabulate_labels(scores: Scores) -> list[content.Block]:
         ),
         *told,
     ]
+
+
+def _draw_boxes(scores: Scores) -> list[content.Block]:
+    return content.select_charts(
+        [
+            content.Boxes(
+                title=metric.replace("_", " ") if metric not in UNITS else name_metric(metric).partition(" (")[0],
+                unit=UNITS.get(metric, ""),
+                groups=[
+                    (name, [(case.name, case.metrics[key].get(metric, math.nan)) for case in scores.cases])
+                    for key, name in scores.labels.items()
+                ],
+            )
+            for metric in scores.metrics
+        ],
+        "A dot for each case.",
+    )
 
 
 def _tabulate_cases(scores: Scores) -> list[content.Block]:

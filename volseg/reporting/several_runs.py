@@ -193,7 +193,7 @@ def _draw_curves(record: CrossedRecord) -> list[content.Block]:
                 xs, ys = zip(*held, strict=True)
                 lines.append(content.Line(name=f"fold {number}", xs=xs, ys=ys, colour=number))
         charts.append(content.Chart(title=title, lines=lines))
-    return content.select_charts(charts)
+    return content.select_charts(charts, "Over the epochs, counted from 1.")
 
 
 def _show_cases(record: CrossedRecord) -> list[content.Block]:
@@ -270,6 +270,7 @@ def describe_search(record: SearchRecord) -> content.ReportContent:
     sections = [
         compose.section("Trials", lambda: _tabulate_trials(record, best), brief=True),
         compose.section("Failed trials", lambda: _list_failures(record), brief=True, warns=True),
+        compose.section("Values", lambda: _draw_slices(record)),
         compose.section("Config", lambda: [content.Code("Config", dump_yaml(dict(results.get("config") or {})))]),
         compose.section("Environment", lambda: describe_environment(results.get("environment") or {})),
     ]
@@ -317,6 +318,28 @@ def _tabulate_trials(record: SearchRecord, best: Mapping[str, Any] | None) -> li
 def _list_failures(record: SearchRecord) -> list[content.Block]:
     told = [f"Trial {trial['number']}: {trial['error']}" for trial in record.trials if trial["state"] == "failed"]
     return [content.Items(told)] if told else []
+
+
+def _draw_slices(record: SearchRecord) -> list[content.Block]:
+    """Return charts of the metric: over the trials in the order of their starts, over each range, by each choice."""
+    finished = [trial for trial in record.trials if trial["state"] == "finished"]
+    ys = [read_number(trial["value"]) for trial in finished]
+    numbers = [float(trial["number"]) for trial in finished]
+    charts: list[content.Chart | content.Boxes] = [_draw_slice("trial", numbers, ys, log=False)]
+    for key, values in (record.results.get("space") or {}).items():
+        chosen = [trial["values"][key] for trial in finished]
+        if isinstance(values, dict):
+            charts.append(_draw_slice(key, list(map(float, chosen)), ys, log=bool(values["log"])))
+        else:
+            named = list(zip(map(str, chosen), (f"trial {number:g}" for number in numbers), ys, strict=True))
+            groups = [(choice, [(name, y) for one, name, y in named if one == choice]) for choice in values]
+            charts.append(content.Boxes(title=key, groups=groups))
+    return content.select_charts(charts, f"{record.results.get('metric')} of the finished trials.")
+
+
+def _draw_slice(key: str, xs: Sequence[float], ys: Sequence[float], *, log: bool) -> content.Chart:
+    line = content.Line(name="trials", xs=xs, ys=ys, dots=True)
+    return content.Chart(title=key, lines=[line], over=key, log=log, counts=log or all(x == int(x) for x in xs))
 
 
 def _suggest_after(record: SearchRecord, best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
