@@ -288,7 +288,7 @@ def load_fingerprint(task: Task, *, skip_bad: bool = False) -> Taken | None:
         if content["key"] == describe_files(task, skip_bad=skip_bad):
             return Taken(fingerprint=Fingerprint.from_json(content["fingerprint"]), left_out=content["left_out"])
     except (DataError, KeyError, TypeError, AttributeError, ValueError) as fault:
-        logger.warning("%s is no fingerprint (%s); the data set is read again", place, fault)
+        logger.warning("%s is not a fingerprint (%s); the data set is read again", place, fault)
     return None
 
 
