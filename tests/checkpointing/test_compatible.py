@@ -10,6 +10,7 @@ from volseg.errors import ConfigError
 FREE = {
     *("output", "device", "training.kernels", "training.checkpoint_minutes", "training.spot"),
     *("data.root", "data.keep", "data.device_limit", "data.cache", "data.cache_limit", "split.file", "split.group"),
+    *("inference.window", "inference.batch"),
 }
 """Keys outside of the sections ``parallel`` and ``logging``, and besides the length of a training."""
 

@@ -41,6 +41,7 @@ RULES: Mapping[str, ResumeRule] = {
     "data.keep, data.device_limit, data.cache, data.cache_limit": ResumeRule("may differ", "the cases are the same"),
     "device, parallel., training.kernels": ResumeRule("may differ", "weights agree to round-off on any devices"),
     "training.checkpoint_minutes, training.spot, logging.": ResumeRule("may differ", "they change no weights"),
+    "inference.window, inference.batch": ResumeRule("may differ", "a validation that did not fit needs less memory"),
     "training.epochs, training.patience": ResumeRule("may differ", "a training may go on longer", folds=False),
     "every other key": ResumeRule(
         "must be equal",

@@ -221,7 +221,7 @@ class OneHot(nn.Module):
 
 
 class AnyDepth(nn.Module):
-    """Apply a loss to one volume of logits, or to the list of a network with deep supervision."""
+    """Apply a loss to one volume of logits, or sum it over the heads of deep supervision, each with its weight."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         super().__init__()
