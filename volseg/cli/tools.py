@@ -96,8 +96,8 @@ def init(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a config with every key explained."""
-    from volseg.commands import spell
-    from volseg.experiment.configuring import init_config  # imports torch: not for --help
+    from volseg.commands import spell  # what follows imports torch: not for --help
+    from volseg.experiment.configuring import init_config
 
     config = init_config(output, data=data, like=like, minimal=minimal, overwrite=overwrite)
     ways = (
