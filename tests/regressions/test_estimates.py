@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
+import made_up_kernels
 import numpy as np
 import pytest
 import torch
@@ -49,6 +50,7 @@ from volseg.experiment.placement.training_work import describe_training, estimat
 from volseg.lifetime import is_running
 from volseg.parallel.forking import ForkedWorkers, ask_copy
 from volseg.parallel.spatial.sources import Watched
+from volseg.profiling.trace_file import read_trace
 
 # Steps that are followed without a GPU, within a process that does other things too.
 
@@ -491,3 +493,18 @@ def test_the_largest_volume_is_found_by_few_traces(fixed, per_voxel):
     planned = SimpleNamespace(work=work, divisors=(16, 16, 16), machine=machine, need=need)
     assert all(_find_volumes(planned, Candidate(), ((1, 1, 1), (32, 32, 48))))
     assert len(asked) <= 7
+
+
+def test_what_follows_a_node_within_another_is_the_outer_nodes():
+    """A profile gave what a recomputed block did after its inner backward passes to the layer of the last of these."""
+    event, launched = made_up_kernels.event, made_up_kernels.launched
+    node, numbered = "autograd::engine::evaluate_function: ", "Sequence number"
+    events = [
+        event("volseg: (step) 0", "user_annotation", 0, 100),
+        event(f"{node}CheckpointBackward", "cpu_op", 10, 30, **{numbered: 1}),
+        event(f"{node}ConvolutionBackward0", "cpu_op", 15, 10, **{numbered: 2}),
+        *launched("inner", 1, 16, 1, 20, 2),
+        *launched("outer", 2, 30, 1, 32, 2),
+    ]
+    found = {kernel.timed.name: kernel.timed.place.layer for kernel in read_trace(events, str)}
+    assert found == {"inner": "2", "outer": "1"}

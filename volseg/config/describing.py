@@ -154,4 +154,4 @@ def _describe_section(section: BaseModel, indent: str, *, minimal: bool) -> Iter
 def comment(text: str, indent: str = "") -> Iterator[str]:
     """Yield a text as lines of comments."""
     start = f"{indent}# "
-    yield from textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=start)
+    yield from textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)

@@ -115,8 +115,8 @@ class RunPart:
     seconds: Seconds
     """From there to its last heartbeat."""
     spans: Mapping[str, Seconds] = field(default_factory=dict)
-    """Seconds by what was done: ``imports`` (of a command), ``reading``, ``training``,
-    ``waiting for data``, ``validation`` and so on; none of them lies within another one."""
+    """Seconds by what was done: ``reading``, ``training``, ``waiting for data``, ``validation`` and so on; none of them
+    lies within another one."""
 
 
 _LINE, _STATUS = TypeAdapter(EpochLine), TypeAdapter(RunStatus)

@@ -293,7 +293,7 @@ def load_fingerprint(task: Task, *, skip_bad: bool = False) -> Taken | None:
 
 
 def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Path | None:
-    """Write a fingerprint where `load_fingerprint` finds it; without a cache folder return None, with a warning."""
+    """Write a fingerprint where `load_fingerprint` finds it; return None without a cache folder that can be written."""
     place = fingerprint_path(task)
     content = {
         "version": VERSION,

@@ -240,7 +240,7 @@ def _place_events(
 ) -> Iterator[tuple[Event, list[Event], At]]:
     """Yield the events of a thread in order, with the ranges around them, the innermost first, and their place."""
     opened: list[Event] = []
-    node_layer = OUTSIDE
+    node_layer, layers = OUTSIDE, dict[int, str]()
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         moment = event["ts"]
         opened = [other for other in opened if _get_end(other) > moment]
@@ -248,11 +248,13 @@ def _place_events(
             # A node that accumulates a gradient has no number: it belongs to the node before it.
             sequence = event.get("args", {}).get(NUMBER)
             node_layer = name_layer(sequence) if isinstance(sequence, int) and 0 <= sequence < 2**62 else node_layer
+            layers[id(event)] = node_layer
         around = opened[::-1]
         if event.get("cat") in RANGES:
             opened.append(event)
         step = next((step for step in steps if step.begin <= moment <= step.end), None)
-        place = _find_place([other["name"] for other in reversed(opened)], moment, step, node_layer)
+        within = next((layers[id(other)] for other in reversed(opened) if id(other) in layers), OUTSIDE)
+        place = _find_place([other["name"] for other in reversed(opened)], moment, step, within)
         yield event, around, (place, None if step is None else step.number)
 
 
