@@ -228,7 +228,7 @@ def test_what_cannot_be_followed_is_refused_by_name(model, changes, message):
 
 def test_trainers_with_another_network_are_refused_and_others_are_not(model):
     change_weights(model, lambda content: content.update(trainer_name="nnUNetTrainerBN"))
-    with pytest.raises(ConfigError, match="trained by nnUNetTrainerBN, whose network is another"):
+    with pytest.raises(ConfigError, match="trained by nnUNetTrainerBN, whose network differs from its plans"):
         load_trained(model)
     change_weights(model, lambda content: content.update(trainer_name="OurTrainer"))
     assert read_nnunet(model).folds

@@ -297,7 +297,7 @@ def test_a_fold_that_is_not_finished_is_left_out_and_named(cross_validated, tmp_
     config = copy / "fold_2" / "config.yaml"
     config.write_text(config.read_text(encoding="utf-8").replace("epochs: 1", "epochs: 2"), encoding="utf-8")
     (copy / "fold_0" / "checkpoints" / "latest.pt").write_bytes(b"damaged")
-    with pytest.raises(ConfigError, match=r"no fold of .*cv is finished \(begun: 0, 1, 2\); go on with them by volseg"):
+    with pytest.raises(ConfigError, match=r"no fold of .*cv is finished \(begun: 0, 1, 2\); continue them by volseg"):
         load_trained(copy)
 
 
@@ -309,7 +309,7 @@ def test_the_checkpoint_and_the_settings_hold_for_all(cross_validated, folds):
     assert state.progress == (1, 0)
     with pytest.raises(ConfigError, match="checkpoint must be one of latest, best, previous, got 'final'"):
         load_trained(cross_validated, "final")
-    with pytest.raises(CheckpointError, match=r"no checkpoint at .*previous\.pt.*by --checkpoint best"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint at .*previous\.pt.*--checkpoint latest or best"):
         load_trained(cross_validated, "previous")
 
 

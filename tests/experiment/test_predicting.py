@@ -249,7 +249,7 @@ def test_label_maps_that_are_there_are_replaced_by_nobody_who_does_not_ask(cpu_r
     foreign = output / "synthetic_001.nii.gz"
     foreign.write_bytes(b"drawn by hand")
     before = times(output)
-    ways = r"holds 4 of the 4 label maps, first .*synthetic_001.* by --resume.* by --skip-existing.* by --overwrite"
+    ways = r"holds 4 of the 4 label maps, first .*synthetic_001.* with --resume.* with --skip-existing.* by --overwrite"
     with pytest.raises(ConfigError, match=ways):
         predict(cpu_run, [images], output)
     with pytest.raises(ConfigError, match="give one of them"):

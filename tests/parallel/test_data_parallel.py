@@ -254,7 +254,7 @@ def test_replicas_say_what_does_not_fit() -> None:
     with pytest.raises(ParallelError, match="1 is a SyncBatchNorm, which may sum over other processes"):
         DataParallel(build(norm=nn.SyncBatchNorm(4)), Replicas(2))
     model = DataParallel(build(), Replicas(2))
-    with model.as_replica(1), pytest.raises(ParallelError, match="made 1 passes, and the first replica"):
+    with model.as_replica(1), pytest.raises(ParallelError, match="made 1 passes, but the first replica"):
         model(draw(1))
 
 

@@ -160,5 +160,5 @@ def test_a_batch_is_compared_with_the_memory_of_all_machines(tmp_path, monkeypat
     monkeypatch.setattr(placed_network, "count_launched", lambda: 8)
     placed_network.require_room(config, task)
     monkeypatch.setattr(placed_network, "count_launched", lambda: 1)
-    with pytest.raises(ConfigError, match=r"times patch\.batch 64 takes .* and there are 0\.1 GiB"):
+    with pytest.raises(ConfigError, match=r"times patch\.batch 64 takes .* but there are 0\.1 GiB"):
         placed_network.require_room(config, task)

@@ -93,6 +93,6 @@ def test_a_predictor_needs_a_network_and_volumes_that_know_their_place():
     with pytest.raises(ConfigError, match=r"got Named; of a Named network pass its module"):
         Predictor(model=Named(network, ["image"], ["logits"]), num_classes=2)
     predict = Predictor(model=network, num_classes=2)
-    with pytest.raises(BatchFieldError, match=r"as volseg.read_volume gives it .*, got a Tensor"):
+    with pytest.raises(BatchFieldError, match=r"needs the affine .*, got a Tensor"):
         predict({"image": torch.zeros(1, 4, 4, 4)})
     assert predict({"image": MetaTensor(torch.zeros(1, 4, 4, 4))}).shape == (1, 4, 4, 4)

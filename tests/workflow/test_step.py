@@ -60,7 +60,7 @@ def test_replicas_of_one_process_train_as_one(count, options, network):
 
 
 def test_a_batch_must_hold_the_rows_of_the_own_replicas(network):
-    with pytest.raises(BatchFieldError, match=r"computes 5 of a batch's 5 samples, and .* 'image' has the shape \(4,"):
+    with pytest.raises(BatchFieldError, match=r"computes 5 of a batch's 5 samples, but .* 'image' has the shape \(4,"):
         train(DataParallel(network, join_mesh().replicas(2)), Batches(num_rows=4))
 
 

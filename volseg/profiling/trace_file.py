@@ -134,7 +134,7 @@ def read_trace(events: Iterable[Event], name_layer: Callable[[int], str]) -> lis
             (event, at) for event, around, at in nested if _is_operator(event) and not any(map(_is_operator, around))
         ]
     if not placed:
-        raise VolsegError(f"the trace holds {len(whole)} ranges, and neither a kernel nor an operator among them")
+        raise VolsegError(f"the trace holds {len(whole)} ranges, but neither a kernel nor an operator")
     alone = not any(travels(event["name"]) for event, _ in placed)
     found = [_read_kernel(event, *at, alone=alone) for event, at in placed]
     return sorted(found, key=lambda kernel: kernel.timed.start)

@@ -109,11 +109,11 @@ class Replanned:
         try:
             found = read_record(cls, content)
             if strange := [each for each in found.overrides if not each.startswith(REPLACED)]:
-                raise ValueError(f"{strange[0]} is no setting of a candidate")
+                raise ValueError(f"{strange[0]} is not a setting of a candidate")
         except ValueError as fault:
             raise CheckpointError(
-                f"{source} should say how the run goes on after it was out of memory ({fault}); restore it from a "
-                "copy, or remove it and the run goes on as its config says"
+                f"{source} should hold the settings that replaced those of a run out of memory ({fault}); restore it "
+                "from a copy, or remove it and the run continues with its config"
             ) from fault
         return found
 

@@ -213,7 +213,7 @@ class RecordedState:
             if not change.is_of_tensors:
                 yield f"changes {change.name} in Python"
             if any(find_tensor(old) in read for old, _ in change.pairs):
-                yield f"reads {change.name} and puts another tensor in its place"
+                yield f"reads {change.name} and then replaces it with another tensor"
         for name in self._watch_of_attempt.unknown:
             yield f"has {name}, which could change unnoticed"
 
