@@ -391,7 +391,7 @@ def assert_same(net: nn.Module, devices: list[str], **options: Any) -> None:
     assert_small(compare(net, model, [torch.randn(2, 2, 9, 4, 4, dtype=torch.float64)], steps=2))
 
 
-@pytest.mark.parametrize("how", ["backward", "autograd.backward", "autograd.grad"])
+@pytest.mark.parametrize("how", ["backward", "autograd.backward"])
 @pytest.mark.parametrize("devices", ONE_OR_TWO, ids=len)
 def test_backward_from_a_volume_through_a_recomputed_block(devices: list[str], how: str) -> None:
     """``output.backward(gradient)`` computed blocks again where no function of torch reached the slabs: refused."""
@@ -402,9 +402,6 @@ def test_backward_from_a_volume_through_a_recomputed_block(devices: list[str], h
     found = []
     for net in (plain, model):
         output, parameters = net(volume), list(net.parameters())
-        if how == "autograd.grad":
-            found.append(torch.autograd.grad(output, parameters, gradient))
-            continue
         output.backward(gradient) if how == "backward" else torch.autograd.backward(output, gradient)
         found.append(tuple(parameter.grad for parameter in parameters))
     torch.testing.assert_close(found[1], found[0])

@@ -154,6 +154,16 @@ def replace_in_a_pipeline() -> str | None:
     return change_a_pipeline(lambda net: net.__setitem__(1, nn.Conv3d(4, 3, 1).double()))  # type: ignore[operator]
 
 
+def checkpoint_twice(net: RunLayers, x: Tensor) -> Tensor:
+    return net.own(checkpoint(net.own, net.own(x), use_reentrant=True))
+
+
+def share_with_a_reentrant_checkpoint() -> str | None:
+    """The backward pass of a block runs within another one: what both gave a parameter was summed twice."""
+    model = wrap_pipeline(RunLayers(checkpoint_twice, own=nn.Conv3d(1, 1, 3, padding=1)).double())
+    return expect_refusal("use_reentrant=False", lambda: take_step(model, draw()))
+
+
 # Statistics of a batch were those of a replica's rows where the network was in evaluation mode, or torch's own
 # functions were called.
 
@@ -207,7 +217,14 @@ def validate_as_many_as_there_are() -> str | None:
 
 DIFFER = [wrap_another_layout, change_layout_later, train_channels_last, freeze_in_one_process]
 DIFFER += [freeze_another_one_in_each_process, replace_by_a_frozen_one, tie_in_one_process, wrap_in_a_wrapped_one]
-DIFFER += [unfreeze_in_a_pipeline, replace_in_a_pipeline, norm_of_torch, norm_of_aten, validate_as_many_as_there_are]
+DIFFER += [
+    unfreeze_in_a_pipeline,
+    replace_in_a_pipeline,
+    share_with_a_reentrant_checkpoint,
+    norm_of_torch,
+    norm_of_aten,
+    validate_as_many_as_there_are,
+]
 
 
 @pytest.mark.parametrize("story", DIFFER)

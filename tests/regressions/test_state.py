@@ -369,7 +369,7 @@ def test_a_tensor_that_is_given_twice_is_changed_for_both(checkpoint: str | None
     one, other = make_batch(), make_batch()
     wanted = train(plain, plain, one, one)
     torch.testing.assert_close(
-        train(ours, ModelParallel(ours, Spatial(axes="D", checkpoint=checkpoint), COPIES), other, other), wanted
+        train(ours, ModelParallel(ours, Spatial(axes="D", checkpoint=checkpoint), ["cpu"] * 2), other, other), wanted
     )
 
 

@@ -1,6 +1,5 @@
 """The rules of ``test_state`` where each process holds one slab, and what only processes can do: differ."""
 
-import contextlib
 import copy
 import random
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from beside_plain import RunLayers, assert_small, compare
-from in_group import assert_all_well, in_group
+from in_group import assert_all_well, expect_refusal, in_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -141,22 +140,16 @@ def activate(net: RunLayers, x: Tensor) -> Tensor:
 
 
 def zero_a_plane(net: RunLayers, x: Tensor) -> Tensor:
-    """Change what one process owns: only it noticed, and waited to write the caller's tensor."""
+    """Change what one process owns: only it noticed, and the other one waited for it."""
     x[:, :, 0] = 0
     return net.layer(x)
 
 
 def input_in_place() -> str | None:
     for forward in (activate, zero_a_plane):
-        ours, theirs = volume(), volume()
-        net = seeded(lambda run=forward: RunLayers(run, layer=convolution()))
-        output = spatial(copy.deepcopy(net))(ours).full_tensor()
-        if not torch.allclose(output, net(theirs)) or not torch.equal(ours, theirs):
-            return "the caller's tensor is not what it is on one device"
-    net = seeded(lambda: RunLayers(activate, layer=convolution()))
-    with contextlib.suppress(ParallelError):
-        spatial(net)(volume().requires_grad_() * 1)
-        return "an input that needs a gradient was not refused"
+        model = spatial(seeded(lambda run=forward: RunLayers(run, layer=convolution())))
+        if wrong := expect_refusal("changes its input", lambda own=model: own(volume())):
+            return wrong
     return None
 
 

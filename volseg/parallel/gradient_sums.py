@@ -42,6 +42,12 @@ REFUSAL = (
     "freeze them in all, and give them the same memory format in all"
 )
 
+OUTSIDE = (
+    "a parameter of shape {shape} got a gradient that was not summed over the replicas: it was used outside of the "
+    "forward pass of DataParallel (a penalty on the weights, the network called by itself), or in a block checkpointed "
+    "with use_reentrant=True. Compute it in the network's forward, with weight_decay, or with use_reentrant=False"
+)
+
 
 class Marked(NamedTuple):
     """Stand-ins of one pass's parameters, and the end of the chain to which its outputs are tied."""
@@ -254,12 +260,7 @@ class _Guard:
     def check(self, key: int, gradient: Tensor) -> None:
         """Refuse any other gradient than the expected one."""
         if self._expected.pop(key, None) != get_address(gradient):
-            raise ParallelError(
-                f"a parameter of shape {tuple(gradient.shape)} got a gradient that was not summed over the replicas: "
-                "it was used outside of the forward pass of DataParallel (a penalty on the weights, the network called "
-                "by itself), or in a block checkpointed with use_reentrant=True. Compute it in the network's forward, "
-                "with weight_decay, or with use_reentrant=False"
-            )
+            raise ParallelError(OUTSIDE.format(shape=tuple(gradient.shape)))
 
 
 def _look(guard: "weakref.ref[_Guard]", key: int, gradient: Tensor | None) -> None:

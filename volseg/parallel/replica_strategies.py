@@ -18,8 +18,9 @@ from volseg.device.compiler_internals import watching_scripts
 from volseg.device.torch_internals import call_after_backward, find_backward_pass, tree_flatten, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets
-from volseg.parallel.gradient_sums import GradientSums, is_trained
+from volseg.parallel.gradient_sums import OUTSIDE, GradientSums, is_trained
 from volseg.parallel.norms import name_batch_norm, norms_over_replicas, refuse_script
+from volseg.parallel.pipeline.run import iterate_tensors
 from volseg.parallel.pipeline.strategy import PipelineStrategy
 from volseg.parallel.replicas import Replicas
 
@@ -106,6 +107,8 @@ class Piped:
         self._model, self._strategy, self._replicas = model, strategy, replicas
         self._sums: dict[torch.device, GradientSums] = {}
         self._hooked: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self._passes: set[int] = set()
+        """Backward passes that came through an output."""
         self._before: dict[int, dict[int, Tensor | None]] = {}
         """Of each backward pass, the gradients that its parameters had before, by identity."""
 
@@ -118,6 +121,9 @@ class Piped:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if find_backward_pass() < 0:
+            self._passes.clear()
+            self._before.clear()  # of a backward pass that has raised
         result = self._model(*args, **kwargs)  # the first call moves the parameters to their stages
         if self._replicas.group is not None and torch.is_grad_enabled():
             for sums in self._sums.values():
@@ -126,11 +132,16 @@ class Piped:
                 if is_trained(parameter) and self._hooked.get(id(parameter)) is not parameter:
                     self._hooked[id(parameter)] = parameter
                     parameter.register_hook(partial(_set_aside, weakref.ref(self), id(parameter)))
+            for output in iterate_tensors(result):
+                if output.grad_fn is not None:
+                    output.register_hook(lambda _: self._passes.add(find_backward_pass()))
         return result
 
     def set_aside(self, key: int) -> None:
         """Set the earlier gradient of a parameter aside, so that only this backward pass is summed."""
         number = find_backward_pass()
+        if number not in self._passes:  # processes may make other numbers of them: one would wait for ever
+            raise ParallelError(OUTSIDE.format(shape=tuple(self._hooked[key].shape)))
         before = self._before.setdefault(number, {})
         if not before:
             call_after_backward(partial(self._add, number))
