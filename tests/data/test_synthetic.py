@@ -145,7 +145,7 @@ def test_a_scale_gives_its_share_of_the_sides_and_replaces_other_synthetic_data(
 
 @pytest.mark.parametrize(
     ("like", "scale", "message"),
-    [("9", 0, "scale of a mock"), ("9", float("nan"), "scale of a mock"), ("Splen", 1, "09_Spleen")],
+    [("9", 0, "scale of mock data"), ("9", float("nan"), "scale of mock data"), ("Splen", 1, "09_Spleen")],
 )
 def test_a_scale_out_of_range_and_an_unknown_task_are_refused(tmp_path, like, scale, message):
     with pytest.raises(DataError, match=message):

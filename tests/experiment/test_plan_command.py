@@ -261,7 +261,7 @@ PLAIN, SHAPE = torch.nn.Conv3d(1, 2, 3), (1, 1, 16, 16, 16)
         (PLAIN, SHAPE[2:], {"gpu": "v100-16"}, r"\(B, C, D, H, W\), got \(16, 16, 16\)"),
         (PLAIN, SHAPE, {"gpu": "v100-16", "precision": "fp8"}, "got 'fp8'"),
         (PLAIN, SHAPE, {"gpu": "v100-16", "instance": "p3.2xlarge"}, "GPUs of its own"),
-        (PLAIN, SHAPE, {"instance": "p3.2xlarge", "gpus": 2}, r"gpus=2, and .* has 1 GPU\(s\)"),
+        (PLAIN, SHAPE, {"instance": "p3.2xlarge", "gpus": 2}, r"gpus=2, but .* has 1 GPU\(s\)"),
     ],
 )
 def test_volseg_plan_refuses_what_means_nothing(net, shape, named, message):

@@ -172,7 +172,7 @@ def test_lines_that_ended_itk_do_not_reach_it(tmp_path, field):
         ({"sizes": "-3 4 5"}, "sizes are"),
         ({"sizes": "3 4"}, "needed: 3 positive numbers"),
         ({"dimension": "6"}, "needed: 1 to 5"),
-        ({"type": "block", "block size": "4000000000"}, "no NRRD field|stores voxels of type 'block'"),
+        ({"type": "block", "block size": "4000000000"}, "not an NRRD field|stores voxels of type 'block'"),
         ({"encoding": "bzip2"}, "convert it to raw or gzip"),
         ({"data file": "x%03d.raw 1 9999 1"}, "spreads its voxels over several files"),
         ({"data file": "LIST"}, "spreads its voxels over several files"),

@@ -164,6 +164,14 @@ def share_with_a_reentrant_checkpoint() -> str | None:
     return expect_refusal("use_reentrant=False", lambda: take_step(model, draw()))
 
 
+def cut_a_pipeline_at_other_layers() -> str | None:
+    """Each replica measures its own times: sums of the parameters of a stage would add those of other layers."""
+    net = nn.Sequential(*(nn.Conv3d(1, 1, 3, padding=1) for _ in range(3))).double()
+    options = Pipeline(split_size=1, cuts=["1" if dist.get_rank() else "2"])
+    model = wrap(ModelParallel(net, strategy=options, devices=["cpu", "cpu:1"]))
+    return expect_refusal("at different layers", lambda: take_step(model, draw()))
+
+
 # Statistics of a batch were those of a replica's rows where the network was in evaluation mode, or torch's own
 # functions were called.
 
@@ -221,6 +229,7 @@ DIFFER += [
     unfreeze_in_a_pipeline,
     replace_in_a_pipeline,
     share_with_a_reentrant_checkpoint,
+    cut_a_pipeline_at_other_layers,
     norm_of_torch,
     norm_of_aten,
     validate_as_many_as_there_are,

@@ -6,6 +6,7 @@ training that continued hung in `torch.save`, which waited for a module's lock.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys

@@ -114,7 +114,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
     {'radius': 3}
     >>> shapes.build({"name": "Bell"})
     Traceback (most recent call last):
-    volseg.errors.ConfigError: no shape is called 'Bell'; did you mean 'Ball'? (one of your own comes by --components FILE or volseg.register)
+    volseg.errors.ConfigError: no shape is called 'Bell'; did you mean 'Ball'? (one of your own comes by ...)
     """
 
     def __init__(self, kind: str, components: Mapping[str, Callable[..., Any]] | None = None) -> None:

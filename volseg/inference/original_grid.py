@@ -1,7 +1,8 @@
 """Resample class probabilities from the network's grid to the grid of the image's file, and decide labels.
 
 As in nnU-Net, the label is decided after resampling, on the original voxels. nnU-Net resamples logits, volseg
-probabilities, except for networks of nnU-Net (`LabelRule.of_logits`). A label map resampled to the nearest voxel has the staircase of the coarser grid.
+probabilities, except for networks of nnU-Net (`LabelRule.of_logits`). A label map resampled to the nearest voxel has
+the staircase of the coarser grid.
 """
 
 import copy

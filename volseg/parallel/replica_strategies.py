@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
+from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from volseg.device.compiler_internals import watching_scripts
+from volseg.device.gpus import get_host_readable_device, host_values
 from volseg.device.torch_internals import call_after_backward, find_backward_pass, tree_flatten, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets
@@ -126,6 +129,8 @@ class Piped:
             self._before.clear()  # of a backward pass that has raised
         result = self._model(*args, **kwargs)  # the first call moves the parameters to their stages
         if self._replicas.group is not None and torch.is_grad_enabled():
+            if not self._hooked:
+                self._require_equal_cuts()
             for sums in self._sums.values():
                 sums.look()
             for parameter in self._strategy.net.parameters():
@@ -136,6 +141,19 @@ class Piped:
                 if output.grad_fn is not None:
                     output.register_hook(lambda _: self._passes.add(find_backward_pass()))
         return result
+
+    def _require_equal_cuts(self) -> None:
+        """Raise a ParallelError unless all replicas are cut at the same layers: sums go device by device."""
+        cut = crc32(repr([stage.modules for stage in self._strategy.partition.stages]).encode())
+        with host_values():
+            own = torch.tensor([cut], device=get_host_readable_device(self._strategy.devices[0]))
+            ends = torch.cat([own, -own])
+            dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._replicas.group)
+            if int(ends.sum()):
+                raise ParallelError(
+                    "the replicas have cut the network at different layers, since each measured its own times; start "
+                    "again, or set the same cuts in all processes: Pipeline(cuts=[...])"
+                )
 
     def set_aside(self, key: int) -> None:
         """Set the earlier gradient of a parameter aside, so that only this backward pass is summed."""

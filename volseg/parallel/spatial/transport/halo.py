@@ -1,7 +1,7 @@
 """Exchange the halo of a slab, the neighbours' planes around it, during other work.
 
-A convolution's halo is received around its slab (see ``pieces``). In backward, ``convolution.slab`` decides: at stride 1
-the halo of the output's gradient is received, otherwise the gradient of the halo travels back and is added to the
+A convolution's halo is received around its slab (see ``pieces``). In backward, ``convolution.slab`` decides: at stride
+1 the halo of the output's gradient is received, otherwise the gradient of the halo travels back and is added to the
 neighbours' own planes. Each is one exchange with the shards before and behind: by mailbox for small planes if
 GPUs see each other's memory, otherwise by messages of the process group. Between slabs of one process planes are
 copied. In each case the planes and their places are the same, and they are added in one order.
