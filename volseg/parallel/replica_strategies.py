@@ -9,15 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
-from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from volseg.device.compiler_internals import watching_scripts
-from volseg.device.gpus import get_host_readable_device, host_values
 from volseg.device.torch_internals import call_after_backward, find_backward_pass, tree_flatten, tree_unflatten
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets
@@ -108,7 +105,7 @@ class Piped:
 
     def __init__(self, model: nn.Module, strategy: PipelineStrategy, replicas: Replicas) -> None:
         self._model, self._strategy, self._replicas = model, strategy, replicas
-        self._sums: dict[torch.device, GradientSums] = {}
+        self._sums: GradientSums | None = None
         self._hooked: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self._passes: set[int] = set()
         """Backward passes that came through an output."""
@@ -129,10 +126,8 @@ class Piped:
             self._before.clear()  # of a backward pass that has raised
         result = self._model(*args, **kwargs)  # the first call moves the parameters to their stages
         if self._replicas.group is not None and torch.is_grad_enabled():
-            if not self._hooked:
-                self._require_equal_cuts()
-            for sums in self._sums.values():
-                sums.look()
+            if self._sums is not None:
+                self._sums.look()
             for parameter in self._strategy.net.parameters():
                 if is_trained(parameter) and self._hooked.get(id(parameter)) is not parameter:
                     self._hooked[id(parameter)] = parameter
@@ -141,19 +136,6 @@ class Piped:
                 if output.grad_fn is not None:
                     output.register_hook(lambda _: self._passes.add(find_backward_pass()))
         return result
-
-    def _require_equal_cuts(self) -> None:
-        """Raise a ParallelError unless all replicas are cut at the same layers: sums go device by device."""
-        cut = crc32(repr([stage.modules for stage in self._strategy.partition.stages]).encode())
-        with host_values():
-            own = torch.tensor([cut], device=get_host_readable_device(self._strategy.devices[0]))
-            ends = torch.cat([own, -own])
-            dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self._replicas.group)
-            if int(ends.sum()):
-                raise ParallelError(
-                    "the replicas have cut the network at different layers, since each measured its own times; start "
-                    "again, or set the same cuts in all processes: Pipeline(cuts=[...])"
-                )
 
     def set_aside(self, key: int) -> None:
         """Set the earlier gradient of a parameter aside, so that only this backward pass is summed."""
@@ -167,25 +149,30 @@ class Piped:
 
     @torch.no_grad()
     def _add(self, number: int) -> None:
-        """Sum the gradients of a backward pass, device by device, and add them to the earlier ones."""
+        """Sum the gradients of a backward pass on the first device, and add them to the earlier ones.
+
+        Each replica measures its own times, and may cut the network at other layers: sums that followed the devices of
+        the stages would add gradients of different parameters.
+        """
         before = self._before.pop(number, {})
         if not before:  # two devices' threads have begun at once
             return
         named = {name: p for name, p in self._strategy.net.named_parameters() if self._hooked.get(id(p)) is p}
-        for device in dict.fromkeys(parameter.device for parameter in named.values()):
-            own = {name: parameter for name, parameter in named.items() if parameter.device == device}
-            if device not in self._sums:
-                assert self._replicas.group is not None
-                self._sums[device] = GradientSums(self._replicas.group, device, fixed_order=self._replicas.fixed_order)
-            differences, first = self._sums[device].get_differences(tuple(own)), 0
-            for bucket in fill_buckets(list(own.values())):
-                gradients = [parameter.grad if id(parameter) in before else None for parameter in bucket]
-                summed = self._sums[device].add(bucket, gradients, differences, first)
-                for parameter, total in zip(bucket, summed, strict=True):
-                    if id(parameter) in before:
-                        earlier = before[id(parameter)]
-                        parameter.grad = earlier if total is None else total if earlier is None else earlier.add_(total)
-                first += len(bucket)
+        home = self._strategy.devices[0]
+        if self._sums is None:
+            assert self._replicas.group is not None
+            self._sums = GradientSums(self._replicas.group, home, fixed_order=self._replicas.fixed_order)
+        differences, first = self._sums.get_differences(tuple(named)), 0
+        for bucket in fill_buckets(list(named.values())):
+            at_home = [p.detach() if p.device == home else torch.empty_like(p, device=home) for p in bucket]
+            given = [p.grad if id(p) in before else None for p in bucket]
+            gradients = [None if gradient is None else gradient.to(home) for gradient in given]
+            summed = self._sums.add(at_home, gradients, differences, first)
+            for parameter, total in zip(bucket, summed, strict=True):
+                if id(parameter) in before:
+                    earlier, total = before[id(parameter)], None if total is None else total.to(parameter.device)
+                    parameter.grad = earlier if total is None else total if earlier is None else earlier.add_(total)
+            first += len(bucket)
 
 
 def _set_aside(owner: "weakref.ref[Piped]", key: int, gradient: Tensor | None) -> None:

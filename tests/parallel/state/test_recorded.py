@@ -226,10 +226,13 @@ TRACES: dict[str, tuple[Callable[[SimpleNamespace], Any], str]] = {
     "torch's numbers": (lambda made: torch.rand(1), "draws random numbers on the CPU"),
     "Python's numbers": (lambda made: random.random(), "draws random numbers on the CPU"),
     "rate": (lambda made: made.optimizer.param_groups[0].update(lr=3.0), "the step changes the optimizer's lr"),
-    "replaced": (lambda made: setattr(made.net, "scale", made.net.scale * 2), "the step reads scale and puts another"),
+    "replaced": (
+        lambda made: setattr(made.net, "scale", made.net.scale * 2),
+        "the step reads scale and then replaces it",
+    ),
     "replaced buffer": (
         lambda made: setattr(made.net.norm, "running_mean", made.net.norm.running_mean + 1),
-        "the step reads norm.running_mean and puts another",
+        "the step reads norm.running_mean and then replaces it",
     ),
     "gradients": (lambda made: [setattr(made.net.conv.bias, "grad", None), 1 / 0], "division by zero"),
     "failure": (lambda made: [counted(made), made.net.norm.running_var.zero_(), 1 / 0], "division by zero"),
