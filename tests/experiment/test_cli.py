@@ -203,6 +203,6 @@ def test_the_quickstart_says_first_where_it_lies_and_how_to_go_on(tmp_path, capl
     with pytest.raises(ConfigError, match="epochs"):
         quickstart(run, ["training.epochs=0"])
     told = caplog.messages[0]
-    assert f"data and run lie in {run};" in told
-    words = shlex.split(told.partition("goes on by: ")[2])
+    assert f"data and run are in {run};" in told
+    words = shlex.split(told.partition("continues by: ")[2])
     assert words[-5:] == ["train", str(run / "config.yaml"), "-o", str(run), "--resume"]

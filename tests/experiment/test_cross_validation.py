@@ -293,7 +293,7 @@ def test_processes_train_what_they_can_and_tell_what_failed(config_file, planned
     assert "Incomplete: fold(s) 0 of 3." in result.output
     log = tmp_path / "run" / "fold_1.log"
     assert f"fold 1 failed with exit code 1; the last lines of {log}:" in result.output
-    assert "latest.pt is damaged, or torch.save did not write it" in result.output
+    assert "latest.pt is damaged, or torch.save of torch 1.6 or later did not write it" in result.output
     written = json.loads((tmp_path / "run" / "cross_validation.json").read_text(encoding="utf-8"))
     assert [fold["fold"] for fold in written["folds"]] == [0]
     assert list(written["failures"]) == ["1"]

@@ -165,7 +165,7 @@ def test_a_run_with_ones_own_parts_from_training_to_prediction(own, task, tmp_pa
         said = refuse(*verb)
         assert f"{run} uses missing components: " in said
         assert "network 'TinyNet'" in said
-        assert f"Give it by --components {components}" in said
+        assert f"Add them by --components {components}" in said
     call("predict", run, images, *with_file)
     call("validate", run, "--overwrite", "--components", copy)  # the same bytes elsewhere
     call("predict", run, images, "--resume", "--components", copy)

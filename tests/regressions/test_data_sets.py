@@ -592,7 +592,7 @@ def test_a_checkpoint_of_a_run_says_what_its_labels_and_channels_are(folder, tmp
         train(config_of(folder, tmp_path / "second", start, "split.fold=1"))
     assert json.loads((tmp_path / "second" / "start.json").read_text(encoding="utf-8"))["new"]
     assert "2 of this run's 2 validation cases" in caplog.text
-    assert "trained on the channels MRI, in this order, and this run has T2" in caplog.text
+    assert "trained on the channels MRI, in this order, but this run has T2" in caplog.text
 
 
 def write(path, voxels):

@@ -31,6 +31,9 @@ from volseg.transforms.grid import Sides, depends_on_case, spacing_after
 
 logger = logging.getLogger(__name__)
 
+VARIES = 2.0
+"""Ratio to the median side, or its inverse, from which a case is reported: nnU-Net's rules for axes differ there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkPlan:
@@ -104,6 +107,7 @@ def compute_spacing(config: ExperimentConfig, task: Task) -> Sides:
             "rotations need them; see volseg data check, or set the sides by a Spacing step"
         )
     d, h, w = np.median(list(known.values()), axis=0).tolist()
+    _remark(known, (d, h, w))
     return d, h, w
 
 
@@ -113,6 +117,21 @@ def _read_sides(case: Case, steps: Sequence[Mapping[str, Any]]) -> Sides | None:
         return spacing_after(steps, read_affine(image[0] if isinstance(image, tuple) else image))
     except ReaderError:
         return None  # the check of the cases reports its faults, with all others at once
+
+
+def _remark(known: Mapping[str, Sides], median: Sides) -> None:
+    """Warn of the cases that the plan does not fit."""
+    off = {name: np.maximum(np.divide(sides, median), np.divide(median, sides)).max() for name, sides in known.items()}
+    if far := sorted((name for name in off if off[name] > VARIES), key=lambda name: -off[name]):
+        logger.warning(
+            "look at the voxel sides: %d of %d cases differ from the median %s mm by more than %g times along an axis, "
+            "first %s with %s mm; the preprocessing has no Spacing step, so the network sees them as they are",
+            *(len(far), len(known), _join(median), VARIES, far[0], _join(known[far[0]])),
+        )
+
+
+def _join(sides: Sides) -> str:
+    return " x ".join(f"{side:.4g}" for side in sides)
 
 
 # Facts of a data set for an estimate, without reading a volume: from its description, or from published numbers.

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -52,6 +52,20 @@ OWN_REGISTRIES = REGISTRIES.difference(SHARED_REGISTRIES)
 """Attributes in which the wrapper keeps its own hooks."""
 
 Copy = TypeVar("Copy", bound="ModelParallel")
+
+
+class StrategyOptions(TypedDict, total=False):
+    """Options of ``Spatial`` and ``Pipeline`` that ``ModelParallel`` accepts, declared for type checkers."""
+
+    axes: Sequence[str] | str | None
+    grid: Sequence[int] | None
+    channels_last: bool | None
+    offload: bool
+    fixed_order: bool
+    cuts: Sequence[str] | None
+    record: bool | Literal["auto"]
+    batched: Sequence[int | str] | None
+    replicated: bool
 
 
 Options: TypeAlias = Spatial | Pipeline
@@ -125,7 +139,7 @@ class ModelParallel(nn.Module):
         mesh: Any = None,
         on_unsupported: Literal["raise", "gather"] = "raise",
         checkpoint: str | int | None = None,
-        **options: Any,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         super().__init__()
         check_network(net)

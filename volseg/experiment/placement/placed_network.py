@@ -34,6 +34,7 @@ from volseg.parallel.devices import (
     require_devices,
 )
 from volseg.parallel.fast_kernels import explain_absence
+from volseg.parallel.model_parallel import StrategyOptions
 from volseg.parallel.processes.group import largest_over_processes
 from volseg.parallel.state.module import remember
 from volseg.parallel.state.random import own_random_numbers
@@ -214,7 +215,7 @@ def _place_on_several(
         )
     group = None if mesh is None else mesh.mesh.spatial_group
     fixed_order = config.training.deterministic and parallel.model_strategy == "spatial"
-    options = {"fixed_order": True} if fixed_order else {}
+    options = StrategyOptions(fixed_order=True) if fixed_order else StrategyOptions()
     return ModelParallel(
         network,
         strategy=parallel.model_strategy,
