@@ -204,5 +204,5 @@ def test_the_quickstart_says_first_where_it_lies_and_how_to_go_on(tmp_path, capl
         quickstart(run, ["training.epochs=0"])
     told = caplog.messages[0]
     assert f"data and run are in {run};" in told
-    words = shlex.split(told.partition("continues by: ")[2])
+    words = shlex.split(told.partition("continue it with: ")[2])
     assert words[-5:] == ["train", str(run / "config.yaml"), "-o", str(run), "--resume"]

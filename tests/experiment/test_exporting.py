@@ -97,7 +97,7 @@ def change_manifest(**changes):
         (change_manifest(format="other"), "reads: needed .*volseg-model"),
         (change_manifest(networks=3), r"has no 1/weights\.safetensors"),
         (change_manifest(networks="many"), "how many networks it holds, got 'many'"),
-        (lambda members: {**members, "manifest.json": b"{"}, "is damaged, or no file of volseg export"),
+        (lambda members: {**members, "manifest.json": b"{"}, "is damaged, or volseg export did not write it"),
     ],
 )
 def test_what_was_changed_is_refused(archive, tmp_path, change, message):
@@ -110,7 +110,7 @@ def test_a_cut_file_is_refused(archive, tmp_path):
     cut.write_bytes(archive.read_bytes()[:-2000])
     with pytest.raises(ConfigError, match="is no model; name a run folder of volseg train"):
         load_trained(cut)
-    with pytest.raises(CheckpointError, match="is damaged, or no file of volseg export"):
+    with pytest.raises(CheckpointError, match="is damaged, or volseg export did not write it"):
         read_archive(cut)
 
 

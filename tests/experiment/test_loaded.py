@@ -316,8 +316,8 @@ def test_the_checkpoint_and_the_settings_hold_for_all(cross_validated, folds):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("network.channels=[4]", r"--set network\.channels=\[4\] cannot be set once a network is trained"),
-        ("preprocessing=[]", "cannot be set once a network is trained"),
+        ("network.channels=[4]", r"--set network\.channels=\[4\] does not apply to a trained network"),
+        ("preprocessing=[]", "does not apply to a trained network"),
         ("training.epochs=3", r"inference, device, parallel, training\.precision"),
         ("inference.miror=true", "did you mean 'mirror'"),
         ("inference.overlap=2", "less than 1"),

@@ -26,7 +26,7 @@ from volseg.parallel.processes.progress import report_progress
 from volseg.workflow import training
 
 REPLAN = "parallel.on_oom=replan"
-AT_SECOND = "was out of memory at train, epoch 2, batch 2; since then, and once only, the run goes on with"
+AT_SECOND = "was out of memory at train, epoch 2, batch 2; since then, and once only, the run continues with"
 
 
 def take_all_memory():
@@ -292,7 +292,7 @@ class Fails(Hook):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ((), "the run goes on with --set parallel.strategy=spatial"),  # it does not fall back
+        ((), "the run continues with --set parallel.strategy=spatial"),  # it does not fall back
         (("parallel={strategy: pipeline, devices: 2}",), "is for another mesh; the requested one"),
     ],
 )
@@ -310,7 +310,7 @@ def test_a_run_that_was_replanned_and_lost_goes_on_as_it_was_or_is_asked_for(con
     assert message in caplog.text
 
 
-STRANGE = [["data.root=/etc"], ["training.epochs=9"], [1], None]
+STRANGE = [["data.root=/etc"], ["training.epochs=9"], ["parallel.devices"], ["parallel.devises=1"], [1], None]
 DAMAGED = [("asked", None), ("asked", "abc"), *(("overrides", each) for each in STRANGE), ("unknown", 1)]
 
 
@@ -319,7 +319,7 @@ def test_a_damaged_record_is_refused(field, value):
     tried = {"where": "here", "at": "epoch 0", "said": "full", "tried": asdict(Candidate())}
     sound = {"asked": {}, "processes": 1, "failure": tried, "overrides": ["parallel.devices=1"], "why": "less memory"}
     assert asdict(replanning.Replanned.read(sound, "replanned.json")) == {**sound, "overrides": ("parallel.devices=1",)}
-    with pytest.raises(CheckpointError, match=r"replanned\.json should hold the settings that replaced .* remove it"):
+    with pytest.raises(CheckpointError, match=r"(?s)replanned\.json should hold the settings chosen .* remove it"):
         replanning.Replanned.read({**sound, field: value}, "replanned.json")
 
 

@@ -275,7 +275,7 @@ DAMAGED = {
     "nothing in it": b"{}",
     "labels are none": b'{"name": "a", "modalities": ["MRI"], "labels": null}',
     "labels are a list": b'{"name": "a", "modalities": ["MRI"], "labels": [1, 2]}',
-    "a label is no number": b'{"name": "a", "modalities": ["MRI"], "labels": {"0": "b", "x": "c"}}',
+    "a label is not a number": b'{"name": "a", "modalities": ["MRI"], "labels": {"0": "b", "x": "c"}}',
     "a label is not a name": b'{"name": "a", "modalities": ["MRI"], "labels": {"0": "b", "1": null}}',
     "no modality": b'{"name": "a", "modalities": [], "labels": {"0": "b", "1": "c"}}',
     "nested": b"[" * 100_000,

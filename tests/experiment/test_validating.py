@@ -45,7 +45,7 @@ def test_other_settings_go_to_a_folder_that_is_called_by_them(crossed, tmp_path)
     ):
         validate(run, overwrite=True)
     assert validate(run, overwrite=True).summary["mean"] == json.loads(own)["mean"]
-    with pytest.raises(ConfigError, match=r"cannot be set once a network is trained.*metrics, evaluation, data\.root"):
+    with pytest.raises(ConfigError, match=r"does not apply to a trained network.*metrics, evaluation, data\.root"):
         validate(run, overrides=["network.channels=[8]"])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.nii.gz").touch()

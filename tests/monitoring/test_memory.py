@@ -51,7 +51,7 @@ def test_the_first_steps_are_read_once(batches, epochs, accumulate, steps):
     assert (hook.steps, [device.reserved // GIB for device in hook.devices]) == (steps, [10])
 
 
-def test_one_line_the_record_and_the_curves_say_how_far_the_estimate_is(caplog):
+def test_one_line_and_the_record_say_how_far_the_estimate_is(caplog):
     written = []
     hook = FirstSteps(Meter(), forecast(10 * GIB), beside=2 * GIB, write=written.append)
     with caplog.at_level("INFO"):

@@ -108,11 +108,11 @@ def test_keywords_are_short_for_the_options_of_a_strategy(keywords, options):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"strategy": "spatial", "record": True}, "record=True is no option of the spatial split .*, which has axes, "),
-        ({"cuts": ["1"]}, r"cuts=\['1'\] is no option of the spatial split \(no split_size was given\)"),
+        ({"strategy": "spatial", "record": True}, "record=True is not an option of the spatial split .* has axes, "),
+        ({"cuts": ["1"]}, r"cuts=\['1'\] is not an option of the spatial split \(no split_size was given\)"),
         (
             {"split_size": 2, "checkpoint": "all"},
-            "'all' is no option of a pipeline .*leave it out, or pass another str",
+            "'all' is not an option of a pipeline .*leave it out, or pass another str",
         ),
         ({"strategy": Spatial(), "checkpoint": "all"}, r"checkpoint and .* options go into Spatial\(...\)"),
         ({"strategy": Pipeline(), "split_size": 2}, r"split_size and .* options go into Pipeline\(...\)"),

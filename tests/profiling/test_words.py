@@ -45,23 +45,23 @@ ON_CPU = {"peaks": None, "device": "cpu", "recorded": False, "precision": "float
         (
             COMPUTING, DONE, {"step": 30.0, "recorded": False, "not_recorded": "training.record is false"},
             "the GPU waits 70% of the step for Python; the GPU computes 30% of the step; ",
-            ["^70% of the step wait for Python, .* 2 kernels one by one, .*training.record is false"],
+            ["^70% of the step is spent waiting for Python, .* 2 kernels one by one, .*training.record is false"],
         ),
         (
             SENDING, DONE, {"step": 12.0},
-            "25% of the step are communication that no computing hides; the GPU computes 75% of the step; ",
+            "25% of the step is communication that no computation overlaps; the GPU computes 75% of the step; ",
             ["larger pieces"],
         ),
         (
             COMPUTING, DONE, {"step": 20.0, "batch_seconds": 8.0},
             "the training waits 40% of the step for its batch; the GPU waits 15% of the step for Python; the GPU "
-            "computes 45% of the step; ", ["^40% of the step wait for the batch"],
+            "computes 45% of the step; ", ["^40% of the step is spent waiting for the batch"],
         ),
         # The host waits while the GPU has steps to do; a CPU makes its batches itself.
         (COMPUTING, DONE, {"batch_seconds": 9.0}, "the GPU computes 90%", []),
         (
             COMPUTING, DONE, {"batch_seconds": 9.0, **ON_CPU},
-            "the training waits 90% of the step for its batch; the CPU computes 90%", ["wait for the batch"],
+            "the training waits 90% of the step for its batch; the CPU computes 90%", ["waiting for the batch"],
         ),
         (COMPUTING, DONE, {"precision": "float32"}, "the GPU computes 90%", ["training.precision: bf16"]),
         (

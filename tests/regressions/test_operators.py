@@ -161,7 +161,11 @@ def test_a_factor_that_leaves_the_size(mode: str, factor: Any) -> None:
 
 def test_a_gradient_of_nearest_planes_goes_where_torch_sends_it() -> None:
     # On a CPU it goes to other planes than the ones that are read.
-    volume = torch.arange(14, dtype=torch.float64).reshape(1, 1, 14, 1, 1)
+    volume = torch.arange(14, dtype=torch.float64).reshape(1, 1, 14, 1, 1).requires_grad_()
+    plain = F.interpolate(volume, scale_factor=(2.05, 1, 1), mode="nearest")
+    (gradient,) = torch.autograd.grad(plain.sum(), volume)
+    assert not gradient.long().flatten().equal(plain.long().flatten().bincount())
+    volume = volume.detach()
     assert_equal(lambda x: F.interpolate(x, scale_factor=(2.05, 1, 1), mode="nearest"), volume, axes="D")
 
 
@@ -494,5 +498,5 @@ def test_no_volume_is_gathered_for_a_list_of_channels(index: tuple) -> None:
     assert_equal(lambda x: x[index])
 
 
-def test_channels_are_assigned_by_number() -> None:
+def test_channels_are_assigned_through_a_list_on_the_gathered_volume() -> None:
     assert_equal(assign_channels)

@@ -172,8 +172,34 @@ def cut_a_pipeline_at_other_layers() -> str | None:
     options = Pipeline(split_size=1, cuts=["1" if dist.get_rank() else "2"])
     take_step(wrap(ModelParallel(net, strategy=options, devices=["cpu", "cpu:1"])), draw())
     plain(draw()).square().mean().backward()
-    pairs = zip(net.parameters(), plain.parameters(), strict=True)
-    return None if all(torch.allclose(one.grad, other.grad) for one, other in pairs) else "the gradients differ"
+    return compare(net, plain)
+
+
+def take_gradients_of_a_pipeline() -> str | None:
+    """``autograd.grad`` gave the gradients of one replica, and a hook after accumulation got them."""
+    model = wrap_pipeline(build())
+    loss = lambda: model(draw(2)[[dist.get_rank()]]).square().mean()  # noqa: E731
+    wrong = expect_refusal("was taken before", lambda: torch.autograd.grad(loss(), list(model.parameters())))
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+    return wrong or expect_refusal("register_post_accumulate_grad_hook", lambda: loss().backward())
+
+
+def fail_in_the_backward_pass_of_a_pipeline() -> str | None:
+    """Gradients that were accumulated before it were lost."""
+    model, plain = wrap_pipeline(build()), build()
+    take_step(model, draw())
+    plain(draw()).square().mean().backward()
+    result = model(draw(2)[[dist.get_rank()]])
+    handle = model.get_parameter("0.weight").register_hook(fail)
+    wrong = expect_refusal("on purpose", lambda: result.sum().backward())
+    handle.remove()
+    with torch.no_grad():
+        model(draw(2)[[dist.get_rank()]])
+    return wrong or compare(model, plain)
+
+
+def fail(_: Tensor) -> None:
+    raise ParallelError("on purpose")
 
 
 # Statistics of a batch were those of a replica's rows where the network was in evaluation mode, or torch's own
@@ -234,6 +260,8 @@ DIFFER += [
     replace_in_a_pipeline,
     share_with_a_reentrant_checkpoint,
     cut_a_pipeline_at_other_layers,
+    take_gradients_of_a_pipeline,
+    fail_in_the_backward_pass_of_a_pipeline,
     norm_of_torch,
     norm_of_aten,
     validate_as_many_as_there_are,

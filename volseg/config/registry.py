@@ -114,7 +114,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
     {'radius': 3}
     >>> shapes.build({"name": "Bell"})
     Traceback (most recent call last):
-    volseg.errors.ConfigError: no shape is called 'Bell'; did you mean 'Ball'? (one of your own comes by ...)
+    volseg.errors.ConfigError: no shape is called 'Bell'; did you mean 'Ball'? (add your own ...)
     """
 
     def __init__(self, kind: str, components: Mapping[str, Callable[..., Any]] | None = None) -> None:
@@ -125,7 +125,7 @@ class Registry(Mapping[str, Callable[..., Any]]):
     def __getitem__(self, name: str) -> Callable[..., Any]:
         if name in self._components:
             return self._components[name]
-        hint = f"{did_you_mean(name, self)} (one of your own comes by --components FILE or volseg.register)"
+        hint = f"{did_you_mean(name, self)} (add your own with --components FILE or volseg.register)"
         raise ConfigError(f"no {self.kind} is called {name!r}; {hint}")
 
     def __iter__(self) -> Iterator[str]:

@@ -261,7 +261,7 @@ class Task:
 
     @property
     def num_classes(self) -> int:
-        """Classes of a voxel, background included; a class's index is the place of its value."""
+        """Classes of a voxel, background included; its index is the position of its value among the sorted."""
         return len(self.labels)
 
     @property

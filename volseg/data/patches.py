@@ -267,7 +267,8 @@ class PatchBatches:
             raise ConfigError(
                 "patches need positive sizes and numbers, a share of foreground in [0, 1], and a source_size that "
                 "exceeds patch_size by the same number of voxels on either side, as BatchAugmentation.source_size; got "
-                f"{self.patch_size}, {self.batch_size}, {self.iterations}, {self.share} and {self.source_size}"
+                f"patch_size {self.patch_size}, batch_size {self.batch_size}, iterations {self.iterations}, share "
+                f"{self.share}, source_size {self.source_size}"
             )
 
 

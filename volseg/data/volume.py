@@ -70,7 +70,7 @@ def require_regular(path: Path) -> int:
     except OSError as fault:
         raise ReaderError(f"{path} cannot be looked at ({fault.strerror or fault}); check the path") from fault
     if not stat.S_ISREG(found.st_mode):
-        raise ReaderError(f"{path} is not a regular file (or a link to something else); name an image file")
+        raise ReaderError(f"{path} is not a regular file, nor a link to one; name an image file")
     return found.st_size
 
 

@@ -39,6 +39,12 @@ TOP = 2**56
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables; if both are set, torch uses the first, which torch 2.9 introduced."""
 
+WITHOUT_EFFECT = (
+    *("pinned_use_cuda_host_register", "pinned_num_register_threads", "pinned_use_background_threads"),
+    *("pinned_reserve_segment_size_mb", "release_lock_on_cudamalloc", "graph_capture_record_stream_reuse"),
+)
+"""Settings that do not change the pieces, as long as no recording's block is used on several streams."""
+
 
 def has_expandable_segments() -> bool:
     """Return whether a pool's memory is one segment that grows by pages of 2 MiB (small) and 20 MiB (large).
@@ -56,7 +62,7 @@ def has_expandable_segments() -> bool:
         name, _, value = (word.strip() for word in part.partition(":"))
         if name == "expandable_segments" and value in ("True", "False"):
             expands = value == "True"
-        elif (name, value) != ("backend", "native"):
+        elif name not in WITHOUT_EFFECT and (name, value) != ("backend", "native"):
             raise ConfigError(
                 f"PYTORCH_CUDA_ALLOC_CONF has {part!r}, but the estimate models only expandable_segments "
                 "(True or False) of torch's allocator; estimate without this setting, or measure on the GPU"

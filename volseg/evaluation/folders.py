@@ -114,7 +114,7 @@ def _pair_names(predicted: Mapping[str, Path], true: Mapping[str, Path], predict
         for case in files:
             if case not in matched:
                 groups[strip(case)].append(case)
-    for key in spare.keys() & alone.keys():
+    for key in sorted(spare.keys() & alone.keys()):
         if len(spare[key]) + len(alone[key]) > 2:
             same = [predicted[name].name for name in spare[key]] + [true[case].name for case in alone[key]]
             raise DataError(f"{list_some(same)} of {predictions} and {labels} may all be case {key}; keep one of each")

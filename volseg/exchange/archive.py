@@ -86,9 +86,14 @@ def read_archive(path: str | Path) -> tuple[dict[str, Any], dict[str, bytes]]:
             members = {entry.filename: archive.read(entry) for entry in entries}
         manifest = parse_json(members.pop(MANIFEST, b"null"))
     except DAMAGES as fault:
-        raise CheckpointError(f"{path} is damaged, or no file of volseg export ({fault}); copy it again") from fault
+        raise CheckpointError(
+            f"{path} is damaged, or volseg export did not write it ({fault}); copy it again"
+        ) from fault
     if not isinstance(manifest, dict) or {key: manifest.get(key) for key in FORMAT} != FORMAT:
-        raise CheckpointError(f"{path} is no file of volseg export that volseg {__version__} reads: needed {FORMAT}")
+        raise CheckpointError(
+            f"{path} is not a file of volseg export in the format that volseg {__version__} reads ({FORMAT}); export "
+            "the model again, or install the version that wrote it"
+        )
     if manifest.get("files") != _digest(members):
         raise CheckpointError(f"{path} differs from the SHA-256 in its manifest; it was changed: copy it again")
     return manifest, members

@@ -235,7 +235,7 @@ def choose_split(config: ExperimentConfig, task: Task) -> Split:
     Raises
     ------
     ConfigError
-        If there is no such fold, or ``split.group`` is not a column and no pattern.
+        If there is no such fold, or ``split.group`` is neither a column nor a pattern.
     DataError
         If there are fewer cases or patients than folds, or a case without a patient.
     """

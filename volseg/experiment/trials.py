@@ -53,7 +53,7 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
     folder.require_free()
     # Logged first: nothing else names the folder to a user who stops the run.
     go_on = spell(f"volseg train {quote(str(folder.config_file))} -o {quote(str(folder.path))} --resume")
-    logger.info("data and run are in %s; the training can be stopped, and continues by: %s", folder.path, go_on)
+    logger.info("data and run are in %s; you can stop the training, and continue it with: %s", folder.path, go_on)
     root = make_task(folder.path / "data" / "Task00_Synthetic")
     places = [path_override("data.root", root), path_override("output", folder.path)]
     config = load_config(shipped_config_path("quickstart"), [*overrides, *places])

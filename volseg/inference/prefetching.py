@@ -16,6 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def overlapped(
     again by itself, so that the failing case is named. Outcomes come in the order of the cases, as far as batches keep
     it, and only while a later case is computed. So a caller that records finished cases, to avoid repetition after a
     power cut, records them in ``write``. At most three cases are in memory, plus those that wait for a batch. Closing
-    the generator, Ctrl-C and errors end the threads; a file in progress is completed.
+    the generator, Ctrl-C and errors end the threads: a file in progress is completed, waiting work is dropped.
 
     Parameters
     ----------
@@ -100,30 +101,56 @@ def overlapped(
     size_of : callable
         Size of a preprocessed case.
     ends : tuple of exception types
-        Errors of no single case, which end everything: a request to stop, a full disk. Earlier predictions are written.
+        Errors of no single case, which end everything: a request to stop, a full disk. Earlier predictions are written
+        and yielded, then the error is raised.
     """
+    failed: list[CaseOutcome] = []
 
     def take() -> Iterator[CaseOutcome]:
         for work in _read_ahead(cases, prepare, reader, ends):
             if finish is not None and work.prepared is not None:
                 work = _prepare(work, finish, ends)
-            yield work
+            if work.prepared is None:
+                failed.append(work)
+            else:
+                yield work
             del work
 
-    def measure(work: CaseOutcome) -> tuple[int, ...]:
-        return (-1,) if work.prepared is None else size_of(work.prepared)  # a failed case joins no batch of others
+    def predicted() -> Iterator[CaseOutcome]:
+        for group in group_equal_sizes(take(), lambda work: size_of(work.prepared or {}), batch_size):
+            while failed:
+                yield failed.pop(0)
+            yield from _predict(group, predict, ends)
+        yield from failed
 
-    # Leaving the block waits for both threads: the file in progress is completed.
-    with ThreadPoolExecutor(1, "reading") as reader, ThreadPoolExecutor(1, "writing") as writer:
-        written: Future[CaseOutcome] | None = None
-        for group in group_equal_sizes(take(), measure, batch_size):
-            for work in _predict(group, predict, ends):
-                if written is not None:
-                    yield written.result()
-                written = writer.submit(_write, [work], write, ends)
+    pending: list[Future[CaseOutcome]] = []
+    ending: Exception | None = None
+    with _thread("reading") as reader, _thread("writing") as writer:
+        try:
+            for work in predicted():
+                if pending:
+                    yield pending.pop().result()
+                pending.append(writer.submit(_write, [work], write, ends))
                 del work  # or the volumes of a written case stay alive until the next one is computed
-        if written is not None:
-            yield written.result()
+        except ends as fault:
+            ending = fault
+        for future in pending:
+            try:
+                yield future.result()
+            except ends as fault:
+                ending = ending or fault
+    if ending is not None:
+        raise ending
+
+
+@contextmanager
+def _thread(name: str) -> Iterator[ThreadPoolExecutor]:
+    """Yield a thread that is joined at the end in any case; waiting work is dropped."""
+    thread = ThreadPoolExecutor(1, name)
+    try:
+        yield thread
+    finally:
+        thread.shutdown(wait=True, cancel_futures=True)
 
 
 def _read_ahead(
@@ -160,9 +187,6 @@ def _prepare(work: CaseOutcome, prepare: Callable[[Case], Case], ends: Ends) -> 
 
 def _predict(group: list[CaseOutcome], predict: Predict, ends: Ends) -> Iterator[CaseOutcome]:
     """Yield cases with their predictions, or one by one with the errors of single cases; empty the list."""
-    if group[0].prepared is None:  # of which none has been read
-        yield from group
-        return
     begin = time.perf_counter()
     try:
         predictions = list(predict([work.prepared for work in group if work.prepared is not None]))

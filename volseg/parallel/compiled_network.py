@@ -251,13 +251,14 @@ class CompiledNetwork(nn.Module):
         hooked = next((path for path, part in self.net.named_modules() if any(getattr(part, k) for k in HOOKS)), None)
         reason = None
         if strange or not all(has_values(tensor.device) for tensor in given):
-            reason = f"its argument is a {strange[0] if strange else 'tensor without values'}"
+            reason = f"an argument is a {strange[0] if strange else 'tensor without values'}; pass plain tensors"
         elif count_dispatch_modes() or find_transform() is not None:
-            reason = "it is called under a TorchDispatchMode or inside a transform of torch.func"
+            reason = "a TorchDispatchMode or a transform of torch.func is active; call it outside"
         elif any(HOOKS_OF_ALL_MODULES) or hooked is not None:
-            reason = f"{hooked or 'the network itself, or every module,'} has a hook"
+            where = "every module" if hooked is None else repr(hooked) if hooked else "the network"
+            reason = f"{where} has a hook; remove it, or register it on the module that wraps the network"
         if reason is not None:
-            raise ParallelError(f"torch.compile cannot run {name} as it is: {reason}; remove that, or {INSTEAD}")
+            raise ParallelError(f"torch.compile cannot run {name}: {reason}, or {INSTEAD}")
 
 
 def _make_call(net: nn.Module) -> Callable[..., Any]:

@@ -257,6 +257,8 @@ class _Replicated:
             check_alike(self._net, groups, self.home)
         if self._sums is not None:
             self._sums.look()
+        if isinstance(self.inner, Piped):
+            self.inner.look()
 
     @contextmanager
     def _randomness(self) -> Iterator[None]:

@@ -178,10 +178,10 @@ class ModelParallel(nn.Module):
 
     def _choose_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the strategy that is estimated to be fastest for the first batch, if there is an estimate."""
-        self._tries = False
         with own_random_numbers(()):  # libraries draw while they are imported
             chooser = import_module(CHOOSER)
         choice = None if kwargs else chooser.choose_for_first_batch(self.module, self._devices, args)
+        self._tries = False
         if choice is None:
             return
         options, self.why = choice
@@ -281,7 +281,7 @@ def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options,
     options = STRATEGIES[name]
     if unknown := sorted(given.keys() - _list_names(options)):
         raise ParallelError(
-            f"{unknown[0]}={given[unknown[0]]!r} is no option of {options.noun} ({why}), which has "
+            f"{unknown[0]}={given[unknown[0]]!r} is not an option of {options.noun} ({why}), which has "
             f"{', '.join(sorted(_list_names(options)))}; leave it out, or pass another strategy="
         )
     return options(**given), why

@@ -92,7 +92,8 @@ class _NormsOverReplicas(TorchFunctionMode):
         if name := name_batch_norm(func, args, kwargs):
             kind = "InstanceNorm" if name == "instance_norm" else "BatchNorm"
             raise ParallelError(
-                f"forward calls torch.{name} in training; replicas support torch.nn.functional's, or a module ({kind})"
+                f"forward calls torch.{name} in training; replicas need the one of torch.nn.functional, or a module "
+                f"({kind})"
             )
         return func(*args, **kwargs)
 
@@ -198,8 +199,8 @@ def check_norms(net: nn.Module, replicas: Replicas) -> None:
     synchronized = [name for name, module in net.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if synchronized and replicas.count > 1:
         raise ParallelError(
-            f"{synchronized[0]} is a SyncBatchNorm, which may sum over other processes than the replicas'; use a plain "
-            "BatchNorm, which computes the statistics of the whole batch here"
+            f"{synchronized[0]} is a SyncBatchNorm, which may sum over other processes than those of the replicas; use "
+            "a plain BatchNorm, which computes the statistics of the whole batch here"
         )
 
 

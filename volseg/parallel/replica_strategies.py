@@ -1,7 +1,9 @@
 """The strategies of one replica: a plain network on one device, and a pipeline.
 
 A pipeline knows its parameters by identity, so stand-ins cannot replace them (see ``gradient_sums``). Hooks note which
-parameters a backward pass reaches, and at its end the same sums are made, in the order of the network.
+parameters get a gradient; at the end of the backward pass `Piped` sums the gradients, in the order of the network's
+parameters. A penalty on the weights that is added to the loss cannot be told from the gradients of the network, and
+counts once for each replica.
 """
 
 import weakref
@@ -15,7 +17,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from volseg.device.compiler_internals import watching_scripts
-from volseg.device.torch_internals import call_after_backward, find_backward_pass, tree_flatten, tree_unflatten
+from volseg.device.torch_internals import (
+    call_after_backward,
+    find_backward_pass,
+    get_accumulation_hooks,
+    tree_flatten,
+    tree_unflatten,
+)
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets
 from volseg.parallel.gradient_sums import OUTSIDE, GradientSums, is_trained
@@ -107,10 +115,8 @@ class Piped:
         self._model, self._strategy, self._replicas = model, strategy, replicas
         self._sums: GradientSums | None = None
         self._hooked: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self._passes: set[int] = set()
-        """Backward passes that came through an output."""
         self._before: dict[int, dict[int, Tensor | None]] = {}
-        """Of each backward pass, the gradients that its parameters had before, by identity."""
+        """Of each backward pass that came through an output, the earlier gradients of its parameters, by identity."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline; its backward pass sums the gradients."""
@@ -122,30 +128,46 @@ class Piped:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if find_backward_pass() < 0:
-            self._passes.clear()
-            self._before.clear()  # of a backward pass that has raised
+            for before in self._before.values():  # of a backward pass that has raised
+                for key, earlier in before.items():
+                    if (parameter := self._hooked.get(key)) is not None:
+                        parameter.grad = earlier
+            self._before.clear()
         result = self._model(*args, **kwargs)  # the first call moves the parameters to their stages
         if self._replicas.group is not None and torch.is_grad_enabled():
-            if self._sums is not None:
-                self._sums.look()
+            self.look()
             for parameter in self._strategy.net.parameters():
                 if is_trained(parameter) and self._hooked.get(id(parameter)) is not parameter:
                     self._hooked[id(parameter)] = parameter
                     parameter.register_hook(partial(_set_aside, weakref.ref(self), id(parameter)))
             for output in iterate_tensors(result):
                 if output.grad_fn is not None:
-                    output.register_hook(lambda _: self._passes.add(find_backward_pass()))
+                    output.register_hook(lambda _: self._begin())
         return result
+
+    def look(self) -> None:
+        """Raise if replicas have used different parameters; wait for nothing."""
+        if self._sums is not None:
+            self._sums.look()
+
+    def _begin(self) -> None:
+        """Queue the sums of a backward pass that came through an output: every replica makes them."""
+        number = find_backward_pass()
+        if number not in self._before:
+            self._before[number] = {}
+            call_after_backward(partial(self._add, number))
 
     def set_aside(self, key: int) -> None:
         """Set the earlier gradient of a parameter aside, so that only this backward pass is summed."""
-        number = find_backward_pass()
-        if number not in self._passes:  # processes may make other numbers of them: one would wait for ever
-            raise ParallelError(OUTSIDE.format(shape=tuple(self._hooked[key].shape)))
-        before = self._before.setdefault(number, {})
-        if not before:
-            call_after_backward(partial(self._add, number))
-        before[key], self._hooked[key].grad = self._hooked[key].grad, None
+        before, parameter = self._before.get(find_backward_pass()), self._hooked[key]
+        if before is None:  # processes may make other numbers of such passes: one would wait for ever
+            raise ParallelError(OUTSIDE.format(shape=tuple(parameter.shape)))
+        if get_accumulation_hooks(parameter):
+            raise ParallelError(
+                f"a parameter of shape {tuple(parameter.shape)} has a hook (register_post_accumulate_grad_hook), which "
+                "would get the gradient of one replica; remove the hook: a pipeline sums after the backward pass"
+            )
+        before[key], parameter.grad = parameter.grad, None
 
     @torch.no_grad()
     def _add(self, number: int) -> None:
@@ -154,10 +176,16 @@ class Piped:
         Each replica measures its own times, and may cut the network at other layers: sums that followed the devices of
         the stages would add gradients of different parameters.
         """
-        before = self._before.pop(number, {})
-        if not before:  # two devices' threads have begun at once
+        before = self._before.pop(number, None)
+        if before is None:  # two devices' threads have begun at once
             return
         named = {name: p for name, p in self._strategy.net.named_parameters() if self._hooked.get(id(p)) is p}
+        if taken := [name for name, p in named.items() if id(p) in before and p.grad is None]:
+            self._before[number] = before  # the next forward pass puts them back
+            raise ParallelError(
+                f"the gradient of {taken[0]} was taken before the replicas summed it (torch.autograd.grad, or a "
+                "hook that clears it); a replicated pipeline sums after backward(): call that, then read the gradient"
+            )
         home = self._strategy.devices[0]
         if self._sums is None:
             assert self._replicas.group is not None

@@ -86,8 +86,9 @@ class Replicas:
         rounds = count // processes
         if count < 1 or count % processes or (processes > 1 and rounds & (rounds - 1)):
             raise ParallelError(
-                f"{count} replicas cannot be shared by {processes} processes, whose sums keep their order for a power "
-                "of two of replicas each; take one process for each replica, a half, a quarter ... or one in all"
+                f"{processes} processes cannot share {count} replicas: each must compute the same number of them, a "
+                "power of two, so that sums keep their order; start one process for each replica, a half, a quarter "
+                "... of that, or one"
             )
         rank = 0 if group is None else dist.get_rank(group)
         self.count, self.group, self.fixed_order = count, group, fixed_order

@@ -295,6 +295,8 @@ def load_fingerprint(task: Task, *, skip_bad: bool = False) -> Taken | None:
 def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Path | None:
     """Write a fingerprint where `load_fingerprint` finds it; return None without a cache folder that can be written."""
     place = fingerprint_path(task)
+    if place is None:
+        return None
     content = {
         "version": VERSION,
         "key": describe_files(task, skip_bad=skip_bad),
@@ -302,10 +304,9 @@ def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Pat
         "fingerprint": taken.fingerprint.to_json(),
     }
     try:
-        if place is not None:
-            with replacing(place) as partial:
-                partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            return place
+        with replacing(place) as partial:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return place
     except OSError as fault:
         logger.warning("the fingerprint of %s cannot be kept (%s); the next plan reads all cases", task.name, fault)
     return None

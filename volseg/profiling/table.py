@@ -67,7 +67,7 @@ def describe_limit(report: ProfileReport) -> str:
     limits = {
         "the training waits {} of the step for its batch": batch,
         name + " waits {} of the step for Python": device.waiting / device.step - (batch if is_gpu else 0.0),
-        "{} of the step are communication that no computing hides": device.exposed / device.step,
+        "{} of the step is communication that no computation overlaps": device.exposed / device.step,
     }
     told = [words.format(f"{share:.0%}") for words, share in limits.items() if share >= MUCH]
     told.append(f"{name} computes {device.computing / device.step:.0%} of the step")
@@ -112,25 +112,25 @@ def advise(report: ProfileReport) -> list[str]:
         (
             _find_batch_share(report),
             MUCH,
-            "wait for the batch: leave out what augmentation takes longest (augmentation.elastic, blur, "
+            "is spent waiting for the batch: leave out the slowest augmentation (augmentation.elastic, blur, "
             "low_resolution), or keep cases on the GPU (data.keep: device)",
         ),
         (
-            busiest.waiting / busiest.step if is_gpu and not report.recorded else 0.0,
+            busiest.waiting / busiest.step - _find_batch_share(report) if is_gpu and not report.recorded else 0.0,
             MUCH,
-            f"wait for Python, which starts {report.kernels_per_step:.0f} kernels one by one, since the step is not "
-            f"recorded ({report.not_recorded}); a larger patch or batch gives each kernel more",
+            f"is spent waiting for Python, which starts {report.kernels_per_step:.0f} kernels one by one, since the "
+            f"step is not recorded ({report.not_recorded}); a larger patch or batch gives each kernel more",
         ),
         (
             max(each.exposed / each.step for each in report.devices),
             MUCH,
-            "are communication that nothing hides: larger pieces for each GPU hide more of it; volseg plan compares "
+            "is communication that nothing overlaps: larger pieces for each GPU overlap more; volseg plan compares "
             "data, spatial and pipeline",
         ),
         (
             sum(kind.share for kind in report.kinds if kind.bound is not None and kind.bound < SMALL * kind.calls),
             MOSTLY,
-            "are kernels too small for this GPU: a larger patch.size or patch.batch costs them next to nothing",
+            "is spent in kernels too small for this GPU: a larger patch.size or patch.batch costs them next to nothing",
         ),
         (
             sum_kinds("convolution", "product") if is_gpu and report.precision == "float32" else 0.0,

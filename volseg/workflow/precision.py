@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from volseg.device.gpus import get_capability, is_gpu
 from volseg.errors import ConfigError
 from volseg.parallel.devices import list_gpus
 
-PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 PRECISIONS: tuple[str, ...] = ("auto", "fp32", "bf16", "fp16")
 
 _AMPERE = (8, 0)

@@ -34,7 +34,7 @@ def test_a_failing_process_ends_the_others_and_is_named(tmp_path: Path) -> None:
 
 
 def test_numbers_and_nesting_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ParallelError, match="processes is 1 or more and"):
+    with pytest.raises(ParallelError, match="processes must be at least 1 and"):
         launch(["-c", "pass"], 0)
     assert not is_worker()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):

@@ -114,7 +114,7 @@ def test_a_placed_model_is_not_moved() -> None:
     ("arguments", "message"),
     [
         ({"strategy": "diagonal"}, "strategy must be one of auto, spatial, pipeline, got 'diagonal'"),
-        ({"strategy": "spatial", "split_size": 2}, "split_size=2 is no option of the spatial split"),
+        ({"strategy": "spatial", "split_size": 2}, "split_size=2 is not an option of the spatial split"),
         ({"strategy": "spatial", "on_unsupported": "hope"}, "'raise' or 'gather', got 'hope'"),
         ({"strategy": "spatial", "devices": ["cpu"] * 2, "axes": "Q"}, "D, H, W"),
         ({"strategy": "spatial", "devices": ["cpu"] * 3, "grid": (2, 2)}, "needs 4 devices, got 3"),

@@ -223,7 +223,7 @@ class _Elements:
             raise ReaderError(f"{self} has the PixelSpacing {list(spacing)} mm; needed: two numbers above 0")
         slope = self.scale("RescaleSlope", 1.0)
         if slope == 0:
-            raise ReaderError(f"{self} has a RescaleSlope of 0, which makes all its voxels alike")
+            raise ReaderError(f"{self} has a RescaleSlope of 0, so all its voxels would have one value")
         return Frame(
             file=self.header.path,
             index=self.index,

@@ -53,12 +53,13 @@ def parse_nnunet(content: Any, path: Path) -> NnunetWeights:
     if not isinstance(weights, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
     ):
-        raise CheckpointError(f"{path}: network_weights should map names to tensors")
+        raise CheckpointError(f"{path}: network_weights should map names to tensors; copy it again")
     configuration = arguments.get("configuration") if isinstance(arguments, dict) else None
     listed = axes if isinstance(axes, tuple | list) else () if axes is None else (axes,)
     if not isinstance(configuration, str) or not all(type(axis) is int and axis in range(3) for axis in listed):
         raise CheckpointError(
-            f"{path} should name a configuration and mirroring axes among 0, 1, 2, got {configuration!r} and {axes!r}"
+            f"{path} should name a configuration and mirroring axes among 0, 1, 2, got {configuration!r} and {axes!r}; "
+            "copy it again"
         )
     return NnunetWeights(
         configuration=configuration,

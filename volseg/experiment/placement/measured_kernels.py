@@ -71,7 +71,7 @@ class MeasuredKernels:
         Raises
         ------
         CheckpointError
-            If the content is no such record.
+            If the content is not such a record.
         """
         try:
             found = read_record(cls, content)

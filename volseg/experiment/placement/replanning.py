@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from volseg.checkpointing.job_folder import JobFolder
-from volseg.config.loading import build_config
+from volseg.config.loading import build_config, require_sound_overrides
 from volseg.config.parallel import ParallelConfig
 from volseg.config.registry import read_record
 from volseg.config.schema import ExperimentConfig
@@ -104,23 +104,24 @@ class Replanned:
         Raises
         ------
         CheckpointError
-            If the content is no such record.
+            If the content is not such a record.
         """
         try:
             found = read_record(cls, content)
             if strange := [each for each in found.overrides if not each.startswith(REPLACED)]:
                 raise ValueError(f"{strange[0]} is not a setting of a candidate")
-        except ValueError as fault:
+            require_sound_overrides(found.overrides)
+        except (ConfigError, ValueError) as fault:
             raise CheckpointError(
-                f"{source} should hold the settings that replaced those of a run out of memory ({fault}); restore it "
-                "from a copy, or remove it and the run continues with its config"
+                f"{source} should hold the settings chosen after the run ran out of memory ({fault}); restore it "
+                "from a copy, or remove it to continue with the config of the run"
             ) from fault
         return found
 
     def __str__(self) -> str:
         how = " ".join(f"--set {override}" for override in self.overrides)
         failed = f"{self.failure.where} was out of memory at {self.failure.at}"
-        return f"{failed}; since then, and once only, the run goes on with {how}: {self.why}"
+        return f"{failed}; since then, and once only, the run continues with {how}: {self.why}"
 
 
 class Replanning:

@@ -1,5 +1,6 @@
 """Export a run or a cross-validation as one file that predicts, or one network as TorchScript, ONNX or MONAI bundle."""
 
+import json
 import logging
 import os
 import shutil
@@ -15,6 +16,7 @@ from volseg.checkpointing.folder import RunFolder
 from volseg.config.loading import dump_config
 from volseg.config.nearest import did_you_mean
 from volseg.config.schema import ExperimentConfig
+from volseg.data.json_files import read_json
 from volseg.errors import ConfigError
 from volseg.evaluation.summary import read_summary
 from volseg.exchange.archive import write_archive
@@ -215,7 +217,8 @@ def _export_archive(source: Path, output: Path, checkpoint: str, licence: str) -
     }
     order = RunFolder(source).postprocessing_file
     if order.is_file() and checkpoint == "latest":  # it was measured with these label maps
-        members[POSTPROCESSING] = order.read_bytes()
+        kept = {key: value for key, value in read_json(order).items() if key != "cases"}  # names of patients
+        members[POSTPROCESSING] = json.dumps(kept, indent=1).encode()
     return write_archive(output, about, members)
 
 

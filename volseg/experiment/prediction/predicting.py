@@ -275,7 +275,7 @@ def resolve_images(
         elif path.is_dir() and not list_images(path):
             found = search_series(path)
             if not (found.images or found.others or found.damaged):
-                raise DataError(f"{path} has neither an image nor a DICOM series in it; name their folder")
+                raise DataError(f"{path} holds neither an image nor a DICOM series; name the folder that does")
             held = [one.folder for one in (*found.images, *found.others)]
             if held in ([], [path]) and not series:  # exactly one series, or no DICOM, which its reader will report
                 loose.append(path)

@@ -167,7 +167,7 @@ def open_source(source: Source, checkpoint: str = "latest", overrides: Sequence[
         yield from open_weights(file, overrides)
     else:
         raise ConfigError(
-            f"{path} {'is no model' if path.exists() else 'does not exist'}; name a run folder of volseg train, the "
+            f"{path} {'is not a model' if path.exists() else 'does not exist'}; name a run folder of volseg train, the "
             "folder of a cross-validation, a file of volseg export, a model folder of nnU-Net 2 (with plans.json), or "
             "a file of weights"
         )

@@ -254,7 +254,7 @@ def open_run(folder: RunFolder, checkpoint: str | Path = "latest", overrides: Se
         others = [
             name for name, file in CHECKPOINTS.items() if file != path.name and (folder.checkpoints / file).exists()
         ]
-        hint = f". There is another: --checkpoint {' or '.join(others)}" if others else ""
+        hint = f". Another one exists: --checkpoint {' or '.join(others)}" if others else ""
         raise CheckpointError(f"{fault}{hint}") from fault
     return SourceNetwork(
         source=folder.path,
@@ -281,6 +281,5 @@ def require_keys(overrides: Sequence[str], allowed: Sequence[str] = PREDICTION_K
         key = str(assignment).partition("=")[0].strip()
         if not any(key == name or key.startswith(f"{name}.") for name in allowed):
             raise ConfigError(
-                f"--set {assignment} cannot be set once a network is trained; keys that can, or sections of them: "
-                f"{', '.join(allowed)}"
+                f"--set {assignment} does not apply to a trained network; those that do: {', '.join(allowed)}"
             )

@@ -64,7 +64,7 @@ def keeps_place(function: Callable[..., Any]) -> bool:
 
 
 def iterate_tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in arguments or results, two levels of tuples and lists deep, and in dictionaries."""
+    """Yield the tensors in nested tuples, lists and dictionaries."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):

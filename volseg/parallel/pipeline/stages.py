@@ -93,11 +93,10 @@ def _explain_idle(predicted: Mapping[int, float], stages: int, devices: int) -> 
     """Return why devices stay idle, if they do."""
     if stages == devices:
         return []
-    most = max(predicted)
-    return [
-        f"{devices - stages} of {devices} devices idle: of at most {most} stages, {stages} are fastest "
-        f"({predicted[stages]:.3f} ms per batch, {predicted[most]:.3f} ms on {most})"
-    ]
+    idle, most = f"{devices - stages} of {devices} devices stay idle", max(predicted)
+    if most == stages:
+        return [f"{idle}: the network has only {stages} separable layers, or memory allows no more stages"]
+    return [f"{idle}: a batch takes {predicted[stages]:.3f} ms on {stages} stages, {predicted[most]:.3f} ms on {most}"]
 
 
 def _predict_copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> float:

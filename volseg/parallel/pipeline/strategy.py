@@ -96,12 +96,12 @@ class Pipeline:
         Raises
         ------
         ParallelError
-            For a mesh: use ``DistributedDataParallel`` for replicas of a pipeline.
+            For a mesh: use `DataParallel` for replicas of a pipeline.
         """
         if mesh is not None:
             raise ParallelError(
                 "strategy='pipeline' runs in one process and takes no mesh; for replicas wrap it: "
-                "DistributedDataParallel(ModelParallel(net, split_size=...)), one process per pipeline"
+                "DataParallel(ModelParallel(net, split_size=...), replicas), one process per pipeline"
             )
         return PipelineStrategy(net, self, devices)
 
@@ -247,7 +247,7 @@ class PipelineStrategy:
         return self._recorder.num_kept > 0
 
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
-        """Measure, cut and place without running, as ``DistributedDataParallel`` requires beforehand."""
+        """Measure, cut and place without running, as a loaded optimizer state needs it beforehand."""
         args, kwargs = self._bring_to_first_stage((args, kwargs))
         self._prepare(args, kwargs, *self._resolve_batch((args, kwargs)))
         return self.partition
@@ -350,7 +350,7 @@ def refuse_hidden(net: nn.Module) -> None:
             where = repr(path) if path else "the network itself"
             raise PartitionError(
                 f"the pipeline intercepts the functions of a network, and {where} ({type(module).__name__}) is "
-                "scripted or compiled: pass the module that it was made of"
+                "scripted or compiled: pass the original module (of torch.compile: its _orig_mod)"
             )
 
 

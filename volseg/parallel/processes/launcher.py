@@ -50,7 +50,9 @@ def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> 
         If a process fails: with the cause and the process; or if this process was itself launched.
     """
     if processes < 1 or max_restarts < 0:
-        raise ParallelError(f"processes is 1 or more and max_restarts 0 or more, got {processes} and {max_restarts}")
+        raise ParallelError(
+            f"processes must be at least 1 and max_restarts at least 0, got {processes} and {max_restarts}"
+        )
     if is_worker():
         raise ParallelError(
             f"this process is rank {os.environ.get('RANK')} of a launched group already and would start {processes} "

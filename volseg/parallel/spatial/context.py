@@ -285,7 +285,7 @@ def refuse_custom(volume: "ShardedVolume") -> NoReturn:
     node = HISTORY.__get__(volume)
     raise UnsupportedOperatorError(
         f"{volume.context.module_path()} passed a sharded volume through a custom autograd.Function ({node}), whose "
-        f"backward would not see the slabs; if it is pointwise, say so by volseg.parallel.pointwise_function(...), "
-        f"else write it with torch functions; of torch.utils.checkpoint take use_reentrant=False, and instead of a "
-        f"full backward hook take a forward hook that calls output.register_hook(...)"
+        "backward does not see the slabs. Declare a pointwise function by volseg.parallel.pointwise_function(...), or "
+        "write it with torch functions. For torch.utils.checkpoint pass use_reentrant=False. Replace a full backward "
+        "hook by a forward hook that calls output.register_hook(...). Otherwise use strategy='pipeline'"
     )

@@ -45,10 +45,12 @@ def unsupported(func: Callable, args: tuple, kwargs: dict[str, Any], reason: str
     if context.on_unsupported != "gather" or func in OF_HISTORY:
         shapes = ", ".join(str(tuple(volume.shape)) for volume in given)
         remedy = (
-            "or pass on_unsupported='gather' to ModelParallel to run it on the whole volume, or strategy='pipeline'"
+            "or pass on_unsupported='gather' to ModelParallel to run it on the whole volume, or use strategy='pipeline'"
         )
         if func in OF_HISTORY:
-            remedy = "or use retain_grad() and backward(): a gathered copy is no part of the history that is asked for"
+            remedy = (
+                "or use retain_grad() and backward(): a gathered copy is not part of the graph that is differentiated"
+            )
         raise UnsupportedOperatorError(
             f"{name_of(func)} called from {where} cannot run on a sharded volume (shape {shapes}, cut along dim "
             f"{', '.join(map(str, given[0].dims))}): {reason}. Write it with the functions listed in docs/spatial.md, "

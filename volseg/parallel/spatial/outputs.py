@@ -42,9 +42,9 @@ class CutInput:
         memory = get_storage_key(self.whole.untyped_storage()) if self.whole.layout == torch.strided else None
         if not same or any(get_storage_key(slab.untyped_storage()) != memory for slab in slabs):
             raise UnsupportedOperatorError(
-                f"the network changes its input of shape {tuple(self.whole.shape)} in place, and slabs on other "
-                "devices or processes are copies, so that the change would be lost. Pass input.clone(), or let the "
-                "first layer work out of place (inplace=False)"
+                f"the network changes its input of shape {tuple(self.whole.shape)} in place, but its slabs are "
+                "copies on other devices or processes, so the caller would not see the change. Pass input.clone(), use "
+                "inplace=False in the first layer, or use strategy='pipeline'"
             )
 
 

@@ -195,27 +195,25 @@ class RecordedState:
         """
         read, changes = self._look(None), self._watch_of_attempt.changes()
         if effect := next(self._list_effects(read, changes), None):
-            raise ParallelError(
-                f"the step {effect}, which a replay does not repeat; keep state in buffers on the device"
-            )
+            raise ParallelError(f"the step {effect}")
         self._written.update(change.name for change in changes)
         self._watch = self._watch_of_attempt
 
     def _list_effects(self, read: set[Weak], changes: Iterable[Change]) -> Iterator[str]:
-        """Yield what the step did besides kernels, as a phrase."""
+        """Yield what the step did besides kernels, and how to avoid it, as a phrase."""
         assert self._attempt is not None
         if self._attempt.random.torch_moved() or self._attempt.random.foreign_moved():
-            yield "draws random numbers on the CPU"
+            yield "draws random numbers on the CPU, and each replay would use the same ones; draw them on the device"
         for name, tensor, version in self._on_cpu:
             if get_version(tensor) != version:
-                yield f"changes {name} on the CPU"
+                yield f"changes {name} on the CPU, which a replay does not repeat; keep it on the device"
         for change in changes:
             if not change.is_of_tensors:
-                yield f"changes {change.name} in Python"
+                yield f"changes {change.name} in Python, which a replay does not repeat; keep it in a buffer"
             if any(find_tensor(old) in read for old, _ in change.pairs):
-                yield f"reads {change.name} and then replaces it with another tensor"
+                yield f"reads {change.name} and then replaces it with another tensor; change it in place"
         for name in self._watch_of_attempt.unknown:
-            yield f"has {name}, which could change unnoticed"
+            yield f"has {name}, whose changes cannot be noticed; keep it out of the network"
 
     def put_back(self) -> None:
         """Undo the attempt."""

@@ -151,7 +151,10 @@ def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")  # as torch does
     _check_not_bypassed(input)
     slabs, dims, shape, context, merged = input.slabs, input.dims, input.shape, input.context, input.merged
-    refuse_if(len(slabs) > 1, "a hook on several slabs is not supported: use retain_grad(), or a process per device")
+    refuse_if(
+        len(slabs) > 1,
+        "a hook on a volume with several slabs is not supported: use retain_grad(), or a process per device",
+    )
 
     def call(gradient: Tensor) -> Tensor | None:
         volume = ShardedVolume([gradient], dims, shape, context, merged)

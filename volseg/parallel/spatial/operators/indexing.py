@@ -29,13 +29,10 @@ def getitem(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     index = _as_tuple(index)
     if isinstance(volume, ShardedVolume) and all(map(is_basic, index)):
         return sliced(volume, expanded(index, volume.ndim))
-    if (
-        isinstance(volume, ShardedVolume)
-        and len(lists := [entry for entry in index if _is_list_of_integers(entry)]) == 1
-    ):
-        rest = [entry for entry in index if entry is not lists[0]]
-        entries = expanded(index, volume.ndim) if all(map(_is_full, rest)) else rest
-        if lists[0] in entries and entries.index(lists[0]) not in volume.dims:  # the channels of a region
+    lists = [entry for entry in index if _is_list_of_integers(entry)]
+    if isinstance(volume, ShardedVolume) and len(lists) == 1 and sum(map(_is_full, index)) == len(index) - 1:
+        entries = expanded(index, volume.ndim)
+        if entries.index(lists[0]) not in volume.dims:  # the channels of a region
             return Copied(wrap(volume, [slab[tuple(entries)] for slab in volume.slabs]))
     return Copied(gather(func, (volume, _at_home(index, volume)), {}))
 

@@ -1,6 +1,6 @@
 """Functions without a form on slabs: they run on the gathered volume, or as torch's own Python code.
 
-Networks do not use those of the gathered volume at full resolution; a larger volume is reported.
+Networks rarely call them at full resolution. A gather of a large volume is logged once.
 """
 
 from collections.abc import Callable
