@@ -124,6 +124,9 @@ def test_names_are_paired_without_channels_and_words(write_names):
             pair_files(*both)
         for folder in both:
             (folder / "a_seg.nii.gz").unlink(missing_ok=True)
+    write_names("a_0001", "")
+    with pytest.raises(DataError, match=r"a_0000.nii.gz and a_0001.nii.gz .* two channels of the image a"):
+        pair_files(*both)
 
 
 def test_folders_that_cannot_be_paired_are_refused(write_names, tmp_path):

@@ -236,7 +236,7 @@ def test_tensors_that_numpy_does_not_know_are_taken(model, image):
     [
         ("run", {"mirror": "no way"}, "inference.mirror"),
         ("run", {"device": 0}, "got '?0"),
-        ("run", {"overrides": [3]}, "--set 3 cannot be set"),
+        ("run", {"overrides": [3]}, "--set 3 does not apply"),
         (None, {}, "source should be a path"),
         (["run", 3], {}, "source should be a path"),
     ],
@@ -362,8 +362,8 @@ def test_what_is_none_of_them_is_refused(tmp_path):
     (tmp_path / "todo.txt").write_text("train", encoding="utf-8")
     for source, message in (
         (tmp_path / "gone", r"gone does not exist; name a run folder"),
-        (tmp_path / "todo.txt", r"todo\.txt is no model; name a run folder"),
-        (tmp_path, r"is no model; name a run folder .*a model folder of nnU-Net 2"),
+        (tmp_path / "todo.txt", r"todo\.txt is not a model; name a run folder"),
+        (tmp_path, r"is not a model; name a run folder .*a model folder of nnU-Net 2"),
         ([], r"got \[\]"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -10,6 +10,7 @@ import torch
 from volseg.data.cases import Task
 from volseg.data.readers import read_volume
 from volseg.errors import ConfigError, DataError, GridError
+from volseg.experiment.prediction.files import PredictionFiles
 from volseg.inference.dicom_segmentation import CODES, code_name, require_dicom_source, write_dicom_segmentation
 from volseg.inference.writing import write_prediction
 from volseg.transforms.preprocessing import build_preprocessing
@@ -205,6 +206,8 @@ def test_what_is_no_series_is_refused_before_anything_is_computed(write_series, 
     monkeypatch.setitem(sys.modules, "highdicom", None)
     with pytest.raises(ConfigError, match="install it by: pip install highdicom"):
         require_dicom_source(folder, "a")
+    with pytest.raises(ConfigError, match="install it by: pip install highdicom"):
+        PredictionFiles(folder=tmp_path, label_format="dicom-rtstruct")
 
 
 def test_slices_that_cannot_be_referred_to_are_refused(write_series, tmp_path):

@@ -87,7 +87,8 @@ def find_largest(
             break
         half = (low + high) // 2 if high <= MOST_STEPS else 2 * low
         # Bisect now and then: a line may miss repeatedly.
-        step = half if tries % 4 == 0 else _extrapolate(known, capacity, aspect, divisors) or half
+        is_due = tries % 4 == 0 and high <= MOST_STEPS
+        step = half if is_due else _extrapolate(known, capacity, aspect, divisors) or half
     limit = scale_sides(high, aspect, divisors) if high <= MOST_STEPS else None
     return None if best is None else Largest(sides=best[0], needed=best[1], limit=limit)
 

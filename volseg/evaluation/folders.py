@@ -27,7 +27,7 @@ from volseg.formatting import list_duplicates, list_some
 WORDS = (*LABEL_WORDS, "pred", "preds", "prediction", "predicted")
 """Last words of names that describe the file, not the case."""
 
-FIRST_CHANNEL = "_0000"
+FIRST_CHANNEL, SECOND_CHANNEL = "_0000", "_0001"
 """Number of the first channel, which renamed predictions may keep. No other number counts as a channel's: ``scan_0010``
 and ``scan_0011`` are two cases."""
 
@@ -119,6 +119,11 @@ def _pair_names(predicted: Mapping[str, Path], true: Mapping[str, Path], predict
             same = [predicted[name].name for name in spare[key]] + [true[case].name for case in alone[key]]
             raise DataError(f"{list_some(same)} of {predictions} and {labels} may all be case {key}; keep one of each")
         [name], [case] = spare.pop(key), alone[key]
+        if name.endswith(FIRST_CHANNEL) and (second := name.removesuffix(FIRST_CHANNEL) + SECOND_CHANNEL) in predicted:
+            raise DataError(
+                f"{predicted[name].name} and {predicted[second].name} of {predictions} are named as two channels of the "
+                f"image {key}, not as its label map; name a folder with one prediction for each case"
+            )
         matched[case] = (predicted[name], true[case])
     missing = tuple(sorted(true.keys() - matched.keys()))
     if not matched:

@@ -30,6 +30,7 @@ from volseg.checkpointing.components import describe_components
 from volseg.config.nearest import did_you_mean
 from volseg.data.cases import Case
 from volseg.data.checks.kinds import Remark
+from volseg.data.dicom.labels import import_highdicom
 from volseg.data.json_files import parse_json
 from volseg.data.labels import measure_volumes
 from volseg.data.readers import list_files, match_suffix
@@ -54,7 +55,7 @@ class PredictionFiles:
     Raises
     ------
     ConfigError
-        For an unknown format.
+        For an unknown format, or if the package that writes it is not installed.
     """
 
     folder: Path
@@ -68,6 +69,8 @@ class PredictionFiles:
             raise ConfigError(
                 f"no format of label maps is called {self.label_format!r}; {did_you_mean(self.label_format, SUFFIXES)}"
             )
+        if self.label_format != "nifti":
+            import_highdicom()
 
     @property
     def also(self) -> tuple[Literal["entropy", "probabilities"], ...]:
