@@ -17,7 +17,7 @@ MOST_GPUS = 64
 """Most GPUs that a remedy suggests where nothing fits."""
 
 TYPICAL_BYTES = 1500
-"""Bytes of a step per voxel and sample, by which a search of the largest volume begins; six networks took 800 to 3,900."""
+"""Bytes of a step per voxel and sample by which the search of the largest volume begins; networks took 800 to 3,900."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,8 +121,8 @@ def _pair_names(predicted: Mapping[str, Path], true: Mapping[str, Path], predict
         [name], [case] = spare.pop(key), alone[key]
         if name.endswith(FIRST_CHANNEL) and (second := name.removesuffix(FIRST_CHANNEL) + SECOND_CHANNEL) in predicted:
             raise DataError(
-                f"{predicted[name].name} and {predicted[second].name} of {predictions} are named as two channels of the "
-                f"image {key}, not as its label map; name a folder with one prediction for each case"
+                f"{predicted[name].name} and {predicted[second].name} of {predictions} are named as two channels of "
+                f"the image {key}, not as its label map; name a folder with one prediction for each case"
             )
         matched[case] = (predicted[name], true[case])
     missing = tuple(sorted(true.keys() - matched.keys()))
