@@ -73,6 +73,7 @@ def find_largest(
     known.setdefault(0, 0)
     low, high, best = 0, MOST_STEPS + 1, None
     step = _extrapolate(known, capacity, aspect, divisors) or _find_step(voxels, aspect, divisors)
+    stride = max(1, step // 8)
     for tries in count(1):
         step = min(max(step, low + 1), high - 1)
         sides = scale_sides(step, aspect, divisors)
@@ -85,7 +86,11 @@ def find_largest(
             known[math.prod(sides)] = total
         if high - low <= 1:
             break
-        half = (low + high) // 2 if high <= MOST_STEPS else 2 * low
+        # Without a line: away from the first size in growing strides, until both limits are known, then by halves.
+        half = (low + high) // 2
+        if low == 0 or high > MOST_STEPS:
+            half = high - stride if low == 0 else low + stride
+            stride *= 2
         # Bisect now and then: a line may miss repeatedly.
         is_due = tries % 4 == 0 and high <= MOST_STEPS
         step = half if is_due else _extrapolate(known, capacity, aspect, divisors) or half
