@@ -1,4 +1,4 @@
-"""What is printed as the next command runs when it is typed."""
+"""Printed commands run when they are typed."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""A real bash asks the real program what may come next."""
+"""A real bash completes the real program's command line."""
 
 import os
 import shutil

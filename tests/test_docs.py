@@ -1,4 +1,4 @@
-"""The pages point to what exists, and every result and decision is reached from a page."""
+"""Pages refer to existing files and names, and every result and decision is linked from a page."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The order of the house: no circle of imports, no import in a function without a reason, no class name twice."""
+"""The order of the house: no circular imports, no unexplained import in a function, no class name twice."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""A process that was forked from one that had imported everything is what a new interpreter would be."""
+"""A process forked from an interpreter with all imports behaves like a new interpreter."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The table of what may differ on resume is complete, and is what a training does."""
+"""The table of values that may differ on resume is complete and matches a training's behaviour."""
 
 import pytest
 

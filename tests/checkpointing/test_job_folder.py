@@ -1,4 +1,4 @@
-"""One process writes into a run folder: the leader of the one job that holds its lock."""
+"""Only the leader of the job that holds a run folder's lock writes into it."""
 
 import errno
 import json

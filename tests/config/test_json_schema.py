@@ -1,4 +1,4 @@
-"""The schema that editors read takes what volseg takes, and refuses what it refuses."""
+"""The editors' schema accepts what volseg accepts, and refuses what it refuses."""
 
 import json
 from contextlib import nullcontext

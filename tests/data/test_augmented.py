@@ -1,4 +1,4 @@
-"""A batch is a function of seed, epoch and position, however the loop goes about it and wherever it is made."""
+"""A batch is a function of seed, epoch and position, independent of the loop and of the place of its computation."""
 
 import warnings
 

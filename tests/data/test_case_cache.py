@@ -1,4 +1,4 @@
-"""Cases that come from the cache are those that would be prepared without it, whatever happened to either."""
+"""Cases from the cache equal cases prepared without it, whatever happened to either."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Labels in DICOM: the same voxels as others read, on the grid of their image, in every layout."""
+"""DICOM labels have the same voxels as in other readers, on the grid of their image, in every layout."""
 
 import itertools
 import json

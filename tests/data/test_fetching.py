@@ -1,4 +1,4 @@
-"""Fetching a task from a real server on this machine, which does what servers do to downloads."""
+"""Fetching a task from a local HTTP server that interrupts, truncates and changes downloads."""
 
 import hashlib
 import http.client

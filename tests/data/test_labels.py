@@ -1,4 +1,4 @@
-"""Values of files become class indices, and class indices values again."""
+"""Values of files become class indices, and class indices become values again."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which patches an epoch shows, and that they come the same however they are made."""
+"""The patches of an epoch, which do not depend on how they are computed."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Cases are checked while they are prepared: one reading of each file, and all bad cases at once."""
+"""Cases are checked while they are prepared: each file is read once, and all bad cases are reported at once."""
 
 import shutil
 import weakref

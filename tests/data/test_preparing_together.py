@@ -1,4 +1,4 @@
-"""With a cache cases are read once and kept once per machine; all processes come to the same end."""
+"""With a cache, each case is read and stored once per machine, and all processes get the same cases."""
 
 import logging
 import shutil

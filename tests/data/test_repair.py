@@ -1,4 +1,4 @@
-"""A corrected copy holds what could be repaired without a guess, and passes the check for that."""
+"""A corrected copy contains every certain repair, and passes the check."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""Synthetic tasks have what they declare, twins what the manifest says of their task, and both can be learned."""
+"""Synthetic tasks have their declared properties, twins those of the task's manifest; both can be learned."""
 
 import json
 from hashlib import sha256

@@ -1,4 +1,4 @@
-"""Attention's own kernels against attention in float64: values, every gradient, masks, what is not a number."""
+"""Our attention kernels against attention in float64: values, every gradient, masks, NaN and infinity."""
 
 import copy
 from collections.abc import Sequence

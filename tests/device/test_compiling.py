@@ -1,4 +1,4 @@
-"""Kernels that are compiled before they run, without a GPU: in processes of their own, by the real compiler."""
+"""Kernels compiled beforehand without a GPU, in separate processes, by the real compiler."""
 
 import json
 from pathlib import Path

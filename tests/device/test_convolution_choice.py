@@ -1,4 +1,4 @@
-"""Which kernel computes which convolution, told by tensors that have a shape, a dtype and a layout but no memory."""
+"""The choice of a convolution's kernel, tested on tensors without memory."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

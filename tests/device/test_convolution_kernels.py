@@ -1,4 +1,4 @@
-"""Kernels of our own for convolutions against float64: large cases on a GPU, and what is special about some of them."""
+"""Our convolution kernels against float64: large cases on a GPU, and special cases of some kernels."""
 
 from collections.abc import Callable
 from typing import Any

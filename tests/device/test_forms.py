@@ -1,4 +1,4 @@
-"""Convolutions in other forms against torch's own, in float64 on the CPU: groups, channels of zeros, turned weights."""
+"""Other forms of convolutions against torch's, in float64 on the CPU: groups, zero channels, flipped weights."""
 
 import math
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How one CUDA graph is recorded; what needs no CUDA of it is played."""
+"""Recording of one CUDA graph, simulated where CUDA is not needed."""
 
 import gc
 from contextlib import contextmanager

@@ -1,5 +1,5 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
-"""Kernels on volumes of more than 2**31 elements, where a place that is counted in 32 bits is another place.
+"""Kernels on volumes of more than 2**31 elements, whose offsets overflow 32 bits.
 
 Memory is promised by the system and not taken: the interpreter runs the first and the last programs of each launch, all
 of whose accesses must lie within its tensors, and reach the last element of each large one.

@@ -1,4 +1,4 @@
-"""Layer norms' own kernels against layer norm in float64: values, every gradient, and a network that has them."""
+"""Our layer norm kernels against float64: values, every gradient, and a network that uses them."""
 
 import copy
 from typing import Any

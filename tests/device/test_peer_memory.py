@@ -1,4 +1,4 @@
-"""Memory shared by processes lives as long as who uses it, and is freed once nobody has it mapped.
+"""Memory shared by processes exists as long as a process uses it, and is freed with its last mapping.
 
 Each process of a group runs ``CASES`` with a driver that only writes down what it is asked for.
 """

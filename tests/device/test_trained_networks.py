@@ -1,4 +1,4 @@
-"""Networks whose layers have kernels of our own train as in float64."""
+"""Networks with our kernels train as in float64."""
 
 from collections.abc import Callable
 from typing import Any

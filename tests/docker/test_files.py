@@ -1,4 +1,4 @@
-"""What can be told of the image without building it: its Dockerfile, its lock files, and what compose makes of it."""
+"""The image's Dockerfile, lock files and compose files, checked without building it."""
 
 import importlib.util
 import json

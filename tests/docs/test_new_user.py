@@ -1,4 +1,4 @@
-"""A new user's path: the tutorial as it is written, typed into a shell in a fresh clone.
+"""A new user's path: the commands of the tutorial, typed into a shell in a fresh clone.
 
 What is marked there as not run is left out: the installation, in whose place is the interpreter of these tests, and
 what needs the internet, for which the data set lies where it would be.

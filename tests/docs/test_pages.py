@@ -1,4 +1,4 @@
-"""Pages say what the program takes and says today, and make a site that asks nothing of the outside."""
+"""Pages name existing commands and messages, and build a site that requests nothing from outside."""
 
 import os
 import re

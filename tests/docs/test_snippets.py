@@ -1,4 +1,4 @@
-"""What the pages show is run: their Python, page by page, and their YAML, JSON and TOML, which are read.
+"""Code in the pages: Python runs, page by page; YAML, JSON and TOML load.
 
 A block that is not run says why (``documented``), and the number of these is counted here: it only shrinks. The pages
 about components of one's own, fine-tuning, labels and layouts have tests of their own besides, which know what must

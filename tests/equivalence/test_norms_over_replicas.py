@@ -1,4 +1,4 @@
-"""Batch norms of replicas whose kernels exchange statistics: as one process with the whole batch, whatever the way.
+"""Batch norms of replicas, which exchange statistics in kernels, equal one process with the whole batch.
 
 Triton's interpreter runs the kernels of norms on CPUs here. They send through files that all processes have mapped,
 in the place of GPUs' memory, or by messages.

@@ -1,4 +1,4 @@
-"""Networks whose convolutions are computed over groups of voxels, or with channels of zeros, equal the plain ones."""
+"""Networks with convolutions over groups of voxels, or with zero channels, equal the plain ones."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a training loop does to a module means the same to a pipelined one."""
+"""Operations of a training loop on a module have the same effect on a pipelined one."""
 
 import copy
 import random

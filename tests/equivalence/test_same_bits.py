@@ -1,4 +1,4 @@
-"""The same bits on any number of processes: float32, with dropout, norms and levels that are too coarse to cut."""
+"""The same bits on any number of processes: float32, with dropout, norms and levels too coarse to cut."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

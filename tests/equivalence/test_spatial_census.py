@@ -1,4 +1,4 @@
-"""MONAI's networks on slabs: how many are exact, and what the others are refused for; never another number.
+"""MONAI's networks on slabs are exact or refused with a reason, never wrong.
 
 The counts, and what each network does, are in ``spatial_census.json``, which the slow test compares. After a change
 that is meant, write it anew: ``PYTHONPATH=tests python tests/equivalence/test_spatial_census.py``.

@@ -1,4 +1,4 @@
-"""The model of torch's allocator: sequences worked out by hand from its rules, and what holds for all of them."""
+"""The model of torch's allocator: sequences derived by hand from its rules, and invariants of all sequences."""
 
 import gzip
 import json

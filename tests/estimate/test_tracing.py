@@ -1,4 +1,4 @@
-"""Steps that are followed without a GPU, compared with steps that run: on this CPU, and on an H200."""
+"""Steps traced without a GPU, compared with steps that run on this CPU and on an H200."""
 
 import gc
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""cuDNN's workspaces: what an H200's account of a step says, and what follows from the rule for others."""
+"""cuDNN's workspaces: those measured on an H200, and those that the rule gives for other GPUs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is measured of a structure, the rules for those that are absent, and what a summary makes of them."""
+"""The scores of a structure, the rules for absent structures, and the summary."""
 
 import json
 import math

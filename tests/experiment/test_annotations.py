@@ -1,4 +1,4 @@
-"""The whole way on labels as people have them: a tiny training, its scores, its label maps, and another validation."""
+"""A whole experiment on realistic labels: a tiny training, its scores and label maps, another validation."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A training begins with whatever predicts, and with weights only; a plan takes over the network that they fit."""
+"""A training starts from any source that predicts, or from weights; a plan copies the network that fits them."""
 
 import json
 import shutil

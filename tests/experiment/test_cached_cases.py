@@ -1,4 +1,4 @@
-"""A training whose cases come prepared is the training that would prepare them."""
+"""A training with cached cases equals the training that prepares them."""
 
 import re
 

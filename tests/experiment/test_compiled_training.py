@@ -1,4 +1,4 @@
-"""Which kernels a training runs with: torch.compile's, the fastest of those that it measures, ours or torch's."""
+"""The kernels of a training: torch.compile's, the fastest measured ones, ours or torch's."""
 
 import logging
 import shutil

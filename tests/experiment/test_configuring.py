@@ -1,4 +1,4 @@
-"""From a folder of cases to a trained network, without a config or with one that was planned, or begun by `init`."""
+"""From a folder of cases to a trained network, without a config, with a planned one, or from `init`."""
 
 import json
 import shutil

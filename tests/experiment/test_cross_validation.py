@@ -1,4 +1,4 @@
-"""Folds are ordinary runs; what is gathered is what each of them says; nothing is trained twice."""
+"""Folds are ordinary runs, the summary repeats their scores, and nothing is trained twice."""
 
 import json
 import math

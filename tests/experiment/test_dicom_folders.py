@@ -1,4 +1,4 @@
-"""Which series lie in and below a folder, what they are called, and that one file is enough to read one."""
+"""DICOM series in and below a folder, their names, and reading a series from one of its files."""
 
 import shutil
 import struct

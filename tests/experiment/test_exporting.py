@@ -1,4 +1,4 @@
-"""A run as one file predicts what the run predicts, anywhere; and nothing of the file is believed unchecked."""
+"""An exported run predicts what the run predicts, anywhere; every part of the file is checked."""
 
 import json
 import shutil

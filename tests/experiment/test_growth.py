@@ -1,4 +1,4 @@
-"""Patches that grow in the course of a training."""
+"""Patches that grow during a training."""
 
 import json
 from types import SimpleNamespace

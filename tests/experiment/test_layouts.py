@@ -1,4 +1,4 @@
-"""A training starts in the same way from every layout, draws cases by weight, and predicts the layout's images."""
+"""A training works with every layout, draws cases by weight, and predicts the layout's images."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Whatever predicts is opened by its path; a model in memory gives the label maps that ``volseg predict`` writes."""
+"""Every source opens by its path; a model in memory gives the label maps that ``volseg predict`` writes."""
 
 import gc
 import json

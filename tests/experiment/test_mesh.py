@@ -1,4 +1,4 @@
-"""One process and several train the same network to the same weights, whichever way they share the work."""
+"""One process and several train the same network to the same weights, however they divide the work."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""A run with parts of the user's own: trained, gone on with, predicted, validated, by several processes."""
+"""A run with the user's own components: trained, resumed, predicted, validated, on several processes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A prediction that was interrupted goes on, several processes predict what one does, and a failing case is named."""
+"""Interrupted predictions continue, several processes predict what one does, and failing cases are named."""
 
 import csv
 import gzip

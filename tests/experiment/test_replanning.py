@@ -1,4 +1,4 @@
-"""A training step that is out of memory: what is said, and how the run goes on in another way, once."""
+"""A training step that runs out of memory: the error, and the run that continues once in another way."""
 
 import gc
 import subprocess

@@ -1,4 +1,4 @@
-"""DICOM segmentations: the same voxels at the same millimetres, whoever reads them, and nothing that was made up."""
+"""DICOM segmentations have the same voxels in the same places for every reader, and no invented tags."""
 
 import sys
 from pathlib import Path

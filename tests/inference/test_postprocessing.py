@@ -1,4 +1,4 @@
-"""What is removed and filled, and that only what helps is kept."""
+"""Components that are removed and holes that are filled; only steps that help are kept."""
 
 import json
 from itertools import product

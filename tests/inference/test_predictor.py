@@ -1,4 +1,4 @@
-"""A volume is predicted as it is defined, by one device and by several together."""
+"""Predictions of a volume follow their definition, on one device and on several."""
 
 import copy
 import threading

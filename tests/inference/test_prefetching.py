@@ -1,4 +1,4 @@
-"""Cases that are read, predicted and written at the same time come to what the plain loop comes to."""
+"""Cases that are read, predicted and written in parallel give the results of the plain loop."""
 
 import gc
 import threading

@@ -1,4 +1,4 @@
-"""What a GPU prepares is what the CPU prepares, and where it may not, it is not asked."""
+"""A GPU prepares cases as the CPU does, and is not used where it may not be."""
 
 import copy
 

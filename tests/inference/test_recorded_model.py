@@ -1,4 +1,4 @@
-"""A recorded network predicts what it predicts kernel by kernel; what cannot be recorded runs as it is."""
+"""A recorded network predicts what it predicts eagerly; a network that cannot be recorded runs eagerly."""
 
 import logging
 from itertools import pairwise

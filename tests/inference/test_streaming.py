@@ -1,4 +1,4 @@
-"""Streaming: what it holds, what it says, what it leaves out, and what it does when the memory does not suffice."""
+"""Streaming: its memory, its log, its skipped windows, and its strips if memory does not suffice."""
 
 import logging
 

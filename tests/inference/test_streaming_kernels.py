@@ -1,4 +1,4 @@
-"""The kernels that blend and decide, against the plain way: on a GPU, or anywhere by Triton's interpreter."""
+"""The kernels that blend and label, against plain torch: on a GPU, or in Triton's interpreter."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Files of label maps, probabilities and entropies: their numbers, their place, and what they say about themselves."""
+"""Files of label maps, probabilities and entropies: their numbers, geometry and headers."""
 
 import json
 import zlib

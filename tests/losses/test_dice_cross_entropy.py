@@ -1,4 +1,4 @@
-"""Dice plus cross entropy on shards equals the one on one device."""
+"""Dice plus cross entropy on shards equals that on one device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The loss of what label maps know against nnU-Net's and MONAI's formulas: values and gradients in float64."""
+"""The loss of partial annotations against nnU-Net's and MONAI's formulas: values and gradients in float64."""
 
 import math
 from typing import Any

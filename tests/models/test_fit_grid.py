@@ -1,4 +1,4 @@
-"""Any size in, the same size out, and nothing else changed."""
+"""`FitGrid` accepts any size, returns the same size, and changes nothing else."""
 
 import copy
 import logging

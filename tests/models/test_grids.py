@@ -1,4 +1,4 @@
-"""What the rules say against what the networks do."""
+"""The rules for accepted sizes against the networks' behaviour."""
 
 import itertools
 from functools import partial

@@ -1,4 +1,4 @@
-"""Loggers: what they hear, what a fault of one does, and the ones of other packages with these packages themselves."""
+"""Loggers: the numbers they receive, the effect of their faults, and the real ones of other packages."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Bars on streams that cannot be written; the stream is that of a process, so each is one."""
+"""Progress bars on streams that cannot be written; each test has a process, because the stream belongs to it."""
 
 import errno
 import fcntl

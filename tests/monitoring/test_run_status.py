@@ -1,4 +1,4 @@
-"""`volseg status`: what is said of a run from outside, and with which exit status."""
+"""The output and exit status of `volseg status`."""
 
 import json
 import os

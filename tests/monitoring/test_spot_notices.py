@@ -1,4 +1,4 @@
-"""Notices of a metadata service that is a real server on this machine."""
+"""Spot notices from a real metadata server on this machine."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""A compiled training pass is the network, and nothing of it runs as it is without a word."""
+"""A compiled training pass equals the network, and no part of it silently runs uncompiled."""
 
 import copy
 import gc

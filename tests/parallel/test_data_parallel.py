@@ -1,4 +1,4 @@
-"""``DataParallel``: what training loops do to it, what it refuses, and that it goes on exactly."""
+"""``DataParallel`` in training loops, its refusals, and its exact resumption."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""One room asks which devices and processes there are; what it answers."""
+"""The module that reports devices and processes."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""On one device the fast kernels are the network, with ordinary tensors on both sides."""
+"""On one device the fast kernels equal the network, with ordinary tensors as inputs and outputs."""
 
 import copy
 import pickle

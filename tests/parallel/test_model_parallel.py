@@ -1,4 +1,4 @@
-"""The wrapper is the network to a training loop: names, state, modes, copies."""
+"""To a training loop the wrapper is the network: names, state, modes, copies."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""What is recorded when, and that processes decide alike; CUDA is not needed for any of it."""
+"""When steps are recorded, and that all processes decide alike; tested without CUDA."""
 
 import pytest
 import torch

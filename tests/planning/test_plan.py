@@ -1,4 +1,4 @@
-"""What a plan holds beside nnU-Net's numbers, and how it is written."""
+"""The values of a plan beyond nnU-Net's, and the file that it writes."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""From a file to the file of its label map: every structure lies where it lies in the patient, in mm.
+"""From an image file to its label map, every structure stays at its place in the patient, in mm.
 
 The "network" tells bright from dark voxels, so what it should find is known at every place: two balls of different
 size, off the centre, so that no flip and no swap of axes passes for another.

@@ -1,4 +1,4 @@
-"""The rows of a batch that several processes compute are together the batch that one computes, each row once."""
+"""Several processes together compute each row of a batch exactly once."""
 
 from collections import Counter
 from functools import cache

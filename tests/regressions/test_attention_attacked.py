@@ -1,4 +1,4 @@
-"""What an attack on written attention and layer norms found: wrong numbers without a word, and networks that broke."""
+"""Written-out attention and layer norms that were silently wrong or broke networks."""
 
 import copy
 import gc

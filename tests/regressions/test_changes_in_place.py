@@ -1,4 +1,4 @@
-"""Tensors that were changed in place, hooked or repeated behind an operator that had them computed otherwise."""
+"""Tensors changed in place, hooked or repeated after an operator that deferred them."""
 
 import copy
 from collections.abc import Callable

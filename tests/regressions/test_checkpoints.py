@@ -1,4 +1,4 @@
-"""Checkpoints and weights that were damaged, odd, or read as other ones than they are."""
+"""Checkpoints and weights that were damaged, unusual, or mistaken for others."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""Data sets whose faults passed or stopped the check, were named as something else, or were trained on in silence."""
+"""Data sets whose faults passed the check, stopped it, were misnamed, or were silently trained on."""
 
 import gzip
 import importlib

@@ -1,4 +1,4 @@
-"""DICOM that was read wrongly in silence, and DICOM of scanners that was refused.
+"""DICOM files that were silently read wrongly, or refused although scanners write them.
 
 Two times, missing or shuffled frames became a plain stack, and a series took voxel type and rescaling from its first
 slice. Rounded cosines, new UIDs in each file, overlays in unused bits, and padded pixels were refused.

@@ -1,4 +1,4 @@
-"""Forecasts that were wrong, refused or endless, and what following a step did to the process that asked for it."""
+"""Estimates that were wrong, refused or endless, and side effects of tracing on its process."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Files that ended the process, took its memory, or hid all other cases behind a traceback.
+"""Files that ended the process, exhausted its memory, or hid all other cases behind a traceback.
 
 A 48 KiB file that claimed 1500 voxels a side took 3.2 GiB; a line of 4000 digits in a NRRD header ended ITK by SIGSEGV;
 a gzip bomb of 4 MiB became 8.2 GiB; a named pipe was waited for without end; one unreadable file hid all other bad.

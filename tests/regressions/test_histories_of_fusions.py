@@ -1,4 +1,4 @@
-"""Stories of fused operators whose history, or whose digits, were not the plain network's."""
+"""Fused operators whose history or digits differed from the plain network's."""
 
 import copy
 from collections.abc import Callable

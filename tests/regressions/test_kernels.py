@@ -1,4 +1,4 @@
-"""Kernels that were right by the interpreter or for one sample, and wrong on a GPU or for several."""
+"""Kernels that were right in the interpreter or for one sample, but wrong on a GPU or for several."""
 
 import math
 

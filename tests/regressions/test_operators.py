@@ -1,4 +1,4 @@
-"""Operators on slabs that gave other numbers than torch, beside it in float64; "cpu:1" is copied to as a second GPU."""
+"""Operators on slabs that differed from torch in float64; "cpu:1" acts as a second GPU."""
 
 import copy
 from collections.abc import Callable

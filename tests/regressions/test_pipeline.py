@@ -1,4 +1,4 @@
-"""What a pipeline got wrong in silence, or failed at without a reason."""
+"""Pipelines that were silently wrong, or failed without a reason."""
 
 import copy
 import ctypes

@@ -1,4 +1,4 @@
-"""How processes of a job ended: missed, aborted, or told to have failed with their work done."""
+"""Processes of a job that were missed, aborted, or reported as failed after finishing their work."""
 
 import json
 import os

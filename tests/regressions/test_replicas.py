@@ -1,4 +1,4 @@
-"""Faults found in replicas of a network: what differs between processes, norms past the modes, and errors of one."""
+"""Faults of replicas: differences between processes, norms in other modes, and errors of one replica."""
 
 import copy
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Predictions and scores that were wrong in silence."""
+"""Predictions and scores that were silently wrong."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""State has one owner: stories of networks whose state, arguments or random numbers were another one's."""
+"""State has one owner: networks whose state, arguments or random numbers leaked into others."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The rules of ``test_state`` where each process holds one slab, and what only processes can do: differ."""
+"""The rules of ``test_state`` with one slab per process, and differences between processes."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""What trainings, their plans, their pages and what they tell of themselves had wrong."""
+"""Errors in trainings, their plans, pages and records."""
 
 import base64
 import errno

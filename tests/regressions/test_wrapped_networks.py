@@ -1,4 +1,4 @@
-"""Networks in a wrapper that trained otherwise, or were no modules any more."""
+"""Networks that trained differently in a wrapper, or were no longer modules."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Run folders in which somebody, or a disk, changed a value: each report is written, and says what it leaves out."""
+"""Run folders with changed values: every report is written, and lists the parts that it leaves out."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""What is said of runs: finished, under way, failed, without some files, and damaged."""
+"""Reports of runs: finished, in progress, failed, with missing files, and damaged."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The page of `volseg view`, clicked through in a real browser: values, names, cases, labels, and no request."""
+"""The page of `volseg view` in a real browser: values, names, cases, labels, and no requests."""
 
 import re
 import subprocess

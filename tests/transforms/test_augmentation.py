@@ -1,4 +1,4 @@
-"""Laws of the batch augmentation: what changes nothing, what moves together, what is drawn, what may run in a graph."""
+"""Laws of batch augmentation: identities, joint movement of image and label, draws, CUDA graphs."""
 
 import dataclasses
 import math

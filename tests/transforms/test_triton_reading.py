@@ -1,4 +1,4 @@
-"""Patches read straight from where the cases lie are those that are cut out first and then moved.
+"""Patches read directly from stored cases equal those that are cut first and then moved.
 
 Runs on a GPU, or anywhere by Triton's interpreter.
 """

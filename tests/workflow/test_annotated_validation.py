@@ -1,4 +1,4 @@
-"""A validation scores what annotations tell, in tables, further metrics and pictures."""
+"""A validation scores partial annotations, in tables, additional metrics and pictures."""
 
 import math
 

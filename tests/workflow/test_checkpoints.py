@@ -1,4 +1,4 @@
-"""Nothing is lost, and a resumed training ends where the uninterrupted one ends."""
+"""Nothing is lost, and a resumed training ends like the uninterrupted one."""
 
 import resource
 import shutil

@@ -1,4 +1,4 @@
-"""MONAI's losses and metrics, told what our fields are."""
+"""MONAI's losses and metrics with our fields."""
 
 import monai.losses
 import pytest

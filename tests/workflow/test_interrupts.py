@@ -1,4 +1,4 @@
-"""Signals that are real, sent to processes that are real."""
+"""Real signals, sent to real processes."""
 
 import signal
 import subprocess

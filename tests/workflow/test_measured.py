@@ -1,4 +1,4 @@
-"""What a training finds beside its loss: the soft Dice of the foreground, the norm of the gradient, its speed."""
+"""The numbers of a training beside its loss: soft Dice of the foreground, gradient norm, speed."""
 
 import copy
 import logging

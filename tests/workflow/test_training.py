@@ -1,4 +1,4 @@
-"""The loop against the same steps written by hand, and its refusals."""
+"""The training loop against the same steps written by hand, and its refusals."""
 
 import math
 import signal

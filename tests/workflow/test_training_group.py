@@ -1,4 +1,4 @@
-"""A group's recorded steps train as its eager ones; a Ctrl-C that one process gets ends all of them, all saved.
+"""Recorded steps of a group train as eager ones; Ctrl-C in one process stops all, with a checkpoint.
 
 ``python test_training_group.py FOLDER`` in each process writes what it found.
 """

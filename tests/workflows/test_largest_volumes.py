@@ -1,4 +1,4 @@
-"""The benchmark of the largest volumes, tried on a CPU with a pretended limit."""
+"""The benchmark of the largest volumes, on a CPU with a simulated limit."""
 
 import json
 

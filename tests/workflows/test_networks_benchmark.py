@@ -1,4 +1,4 @@
-"""The benchmark of twelve networks: its rows run, a failure is a row, and what was measured is not measured again."""
+"""The benchmark of twelve networks: its rows run, failures become rows, and no row is measured twice."""
 
 import copy
 import json

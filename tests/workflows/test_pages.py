@@ -1,4 +1,4 @@
-"""Each page of Python in ``workflows`` runs on a small data set, as its first lines say, and comes to what it says."""
+"""Each script in ``workflows`` runs on a small data set by its own command, with the promised result."""
 
 import ast
 import re

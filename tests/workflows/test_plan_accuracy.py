@@ -1,4 +1,4 @@
-"""The benchmark of forecasts: its configurations, one of them measured, and errors computed by hand."""
+"""The benchmark of estimates: its configurations, one of them measured, and errors computed by hand."""
 
 import networks_listed
 import plan_accuracy_compared

@@ -1,4 +1,4 @@
-"""The ten tasks' configs: made by the rules, the same as nnU-Net's plans, and each runs on its twin."""
+"""The ten tasks' configs follow the rules, equal nnU-Net's plans, and run on their twins."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Folders of pairs and the channels of an image: found by one rule in every arrangement; two readings are refused."""
+"""One rule finds pairs and channels in every arrangement, and refuses ambiguous ones."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Tables of paths, as spreadsheets and scripts write them."""
+"""Tables of paths in the forms that spreadsheets and scripts write."""
 
 import json
 import logging

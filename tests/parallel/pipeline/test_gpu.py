@@ -1,4 +1,4 @@
-"""The same laws on GPUs: streams, copies between devices, CUDA graphs."""
+"""The pipeline's laws on GPUs: streams, copies between devices, CUDA graphs."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Jobs of real processes: how they start, fail, are held, killed, started again, and end."""
+"""Jobs of real processes start, fail, hang, are killed, restart, and end."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Long work of several processes: none waits for ever, and what ends one of them ends all."""
+"""Long work of several processes: none waits forever, and all end if one does."""
 
 import math
 import os

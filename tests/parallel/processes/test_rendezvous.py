@@ -1,4 +1,4 @@
-"""The processes of an attempt find each other, whatever earlier attempts left in the store."""
+"""The processes of an attempt find each other, even if earlier attempts left entries in the store."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Who watches whom, and when a job is ended; in one process, where several of them watch each other by a store."""
+"""Supervision of ranks, and the end of a job; simulated in one process with a shared store."""
 
 import os
 import sys

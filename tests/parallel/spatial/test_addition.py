@@ -1,4 +1,4 @@
-"""Sums that take norms along, against the plain network in float64: outputs, every gradient, buffers."""
+"""Sums fused with norms, against the plain network in float64: outputs, every gradient, buffers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Hooks, retained gradients and backward passes from volumes, beside plain tensors."""
+"""Hooks, retained gradients and backward passes from volumes, compared with plain tensors."""
 
 from collections.abc import Callable
 from typing import Any

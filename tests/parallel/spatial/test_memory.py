@@ -1,4 +1,4 @@
-"""What a forward pass holds: counted, tensor by tensor."""
+"""The tensors that a forward pass keeps, counted one by one."""
 
 import gc
 import weakref

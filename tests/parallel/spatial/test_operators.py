@@ -1,4 +1,4 @@
-"""Operators that move planes, or combine slabs, against the whole volume: on slabs down to a plane, and on grids.
+"""Operators that move planes or combine slabs, against the whole volume: on slabs of one plane, and on grids.
 
 ``test_operator_database`` compares every function; here slabs differ in size, some halos are several slabs wide, and
 operators follow one another.

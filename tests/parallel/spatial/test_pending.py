@@ -1,4 +1,4 @@
-"""The protocol of slabs that wait or can be written again: every state and every event, and what changes in place do.
+"""The protocol of deferred and recomputable slabs: every state, every event, and changes in place.
 
 The volume of each test is a norm's result, ``instance_norm(source)``, in the state that the test is about.
 """

@@ -1,4 +1,4 @@
-"""Parameters that processes share under autocast: each use's gradient is in the sum, wherever it was put."""
+"""Shared parameters under autocast: the sum includes the gradient of every use, wherever it was stored."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Tokens that are padded, rolled, taken apart into windows, put together and cropped, against the plain network.
+"""Tokens padded, rolled, split into windows, merged and cropped, against the plain network.
 
 Each shard computes large masks of shifted windows only for its own windows (``OwnRows``).
 """

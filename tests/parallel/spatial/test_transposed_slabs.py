@@ -1,4 +1,4 @@
-"""Convolutions whose slabs get planes of their neighbours back equal those on one device, and compute no more.
+"""Convolutions whose slabs receive neighbours' planes equal those on one device, without extra work.
 
 Transposed ones, and those whose large gradients have no room: what the neighbours' planes add to these comes apart.
 """

@@ -1,4 +1,4 @@
-"""Biases that wait for a norm, against the plain network in float64: outputs, every gradient, buffers."""
+"""Biases deferred to a norm, against the plain network in float64: outputs, every gradient, buffers."""
 
 import copy
 from collections.abc import Callable

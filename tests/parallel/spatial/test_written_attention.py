@@ -1,4 +1,4 @@
-"""Attention that networks write out, by the kernels' plain form, against the plain network: gradients, two steps."""
+"""Attention written out in networks, by the kernels' plain form, against the plain network: two steps."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What an attempt changes is undone."""
+"""The changes of an attempt are undone."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What ends a recording, and what an attempt to record leaves behind: nothing. CUDA is not needed for any of it."""
+"""Events that end a recording, and the clean state after an attempt to record, tested without CUDA."""
 
 import copy
 import random
