@@ -16,7 +16,7 @@ FREE = {
 
 
 def leaves(model, prefix=""):
-    """Return the dotted keys of a config, with what stands there."""
+    """Return the dotted keys of a config, with their values."""
     for name in type(model).model_fields:
         value, key = getattr(model, name), f"{prefix}{name}"
         yield from leaves(value, f"{key}.") if hasattr(type(value), "model_fields") else [(key, value)]

@@ -190,7 +190,7 @@ FILES = {
 
 
 def loosen(expected: str) -> str:
-    """Return a pattern for words in which ``.*`` alone is one."""
+    """Return a pattern for a text in which only ``.*`` is special."""
     return ".*".join(map(re.escape, expected.split(".*")))
 
 

@@ -49,7 +49,7 @@ def promise(shape: Sequence[int], dtype: torch.dtype = torch.float16, last: bool
 
 @pytest.fixture(autouse=True)
 def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise what is allocated too, and let many programs share a volume, so that each does little."""
+    """Reserve the allocations too, and let many programs share a volume, so that each does little."""
     empty, new_empty, empty_like = torch.empty, Tensor.new_empty, torch.empty_like
 
     def of(shape: Sequence[int], dtype: torch.dtype, last: bool) -> Tensor | None:

@@ -299,7 +299,7 @@ def exchange(folder: Path) -> None:
 
 
 def stack() -> nn.Module:
-    """Return what a DynUNet does to its halos: strided and transposed convolutions, norms, a join."""
+    """Return a DynUNet's operations with halos: strided and transposed convolutions, norms, a join."""
 
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -35,7 +35,7 @@ def clone(tmp_path) -> Path:
 
 @pytest.fixture
 def shell(clone, tmp_path) -> dict[str, str]:
-    """Return an environment in which `volseg` is the clone's, as an active virtual environment makes it."""
+    """Return an environment whose `volseg` is the clone's, as in an active virtual environment."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "volseg"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m volseg "$@"\n', encoding="utf-8")
