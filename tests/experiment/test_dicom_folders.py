@@ -55,7 +55,7 @@ def write_series(tmp_path):
 
 
 def write_object(path, modality, uid):
-    """Write a DICOM file that holds no image, such as a structure set."""
+    """Write a DICOM file without an image, such as a structure set."""
 
     def element(group, number, kind, value):
         value += b"\0" * (len(value) % 2) if kind == b"UI" else b" " * (len(value) % 2)

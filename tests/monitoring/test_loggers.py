@@ -26,7 +26,7 @@ CONFIG = {"name": "a", "optimizer": {"name": "SGD", "lr": 0.1}, "losses": [{"nam
 
 
 class FinishedTraining:
-    """What the hook reads of a training."""
+    """The attributes of a training that the hook reads."""
 
     is_main_process, epoch, validation, num_batches, finished, history = True, 0, None, 10, True, ()
 

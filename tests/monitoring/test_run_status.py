@@ -44,7 +44,7 @@ ELSEWHERE = replace(HERE, host="another-machine", pid=1)
 
 
 def make_run(folder, status, *, age=0.0):
-    """Write the status of a run whose last heartbeat is so old."""
+    """Write the status of a run with a heartbeat of this age."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text("name: a\n", encoding="utf-8")
     if status is not None:
