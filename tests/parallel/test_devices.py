@@ -23,7 +23,7 @@ SPARED = {
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Let so many GPUs be visible, of which the last is the current one."""
+    """Make so many GPUs visible; the last is the current one."""
 
     def seen(count):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)

@@ -45,7 +45,7 @@ class Spectral(nn.Module):
 
 
 def step(model, image):
-    """Return outputs and gradients of a step without dropout, whose masks differ."""
+    """Return outputs and gradients of a step without dropout, because masks differ."""
     fine, coarse = model(image)["heads"]
     (fine.square().mean() + F.interpolate(coarse, scale_factor=2).abs().mean()).backward()
     return [fine, coarse, image.grad, *(parameter.grad for parameter in model.parameters()), *model.buffers()]

@@ -9,7 +9,7 @@ from volseg.parallel.record_policy import MOST_KINDS, Recorder, Recordings
 
 
 class Played:
-    """A recording that says which one it is."""
+    """A recording with a number."""
 
     def __init__(self, name):
         self.name, self.released = name, False

@@ -46,7 +46,7 @@ CALLS = ("module", "functional", "twice", "without gradient")
 
 @dataclass(frozen=True)
 class Norm:
-    """What a norm gets, how forward calls it, and its settings."""
+    """A norm's input, the way forward calls it, and its settings."""
 
     place: str
     call: str = "module"

@@ -66,7 +66,7 @@ def list_places(content, here=()):
 
 
 def change(content, place, value):
-    """Return the content with another value in one place; ``...`` takes it out."""
+    """Return the content with another value in one place; ``...`` removes it."""
     whole = {"content": copy.deepcopy(content)}
     node, (*path, last) = whole, ("content", *place)
     for key in path:
@@ -94,7 +94,7 @@ def write_content(file, content):
 
 
 def attack(folder, names, *, changes=5):
-    """Write both reports and ask for the status with each of some changes of each file; return what failed."""
+    """Write both reports and read the status after changes of each file; return the failures."""
     draw, failed = random.Random(0), []
     for name in names:
         file = folder / name

@@ -14,7 +14,7 @@ from volseg.workflow import Hook, Named, Patience
 
 
 class Validated:
-    """A validation whose scores are given."""
+    """A validation with given scores."""
 
     def __init__(self, *scores):
         self.remaining = list(scores)

@@ -16,7 +16,7 @@ TIMEOUT = 1.0
 
 
 class Job:
-    """Processes that watch each other, and what each is ended by."""
+    """Processes that watch each other, and the error that ends each of them."""
 
     def __init__(self, size, timeout=TIMEOUT, **about):
         self.store = dist.HashStore()
