@@ -464,7 +464,7 @@ def tear(state):
 
 
 def test_two_names_of_one_tensor_with_two_values_are_refused():
-    """The last name's value was loaded, such as raw weights in a file from an older volseg."""
+    """The value of the last name was loaded, such as the raw weights in a file that an older volseg exported."""
     said = re.escape("a.weight and b.weight are two names of one tensor of the network, but the weights hold different")
     for load in (load_weights, partial(transfer_weights, stems={}, heads={}, strict=False)):
         network = Tied()
