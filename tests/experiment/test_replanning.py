@@ -178,7 +178,7 @@ def test_a_second_attempt_that_cannot_be_built_failed_in_no_step(configured, mon
 
 
 def test_a_run_goes_on_from_its_checkpoint_in_another_way(trained, configured, caplog):
-    """Six batches, of which the fifth fails at first: nothing is trained twice, and nothing is left out.
+    """Six batches, the fifth fails first: none is trained twice or left out.
 
     Nor is a logger made twice: one that opens a server's run in its constructor left one that nobody ended.
     """
@@ -255,7 +255,7 @@ def choose(monkeypatch, config, tried, processes, forecasts):
     ],
 )
 def test_processes_stay_as_many_as_they_are(configured, monkeypatch, settings, processes, tried, taken):
-    """Two processes of a GPU each took a pipeline, for which one of them has two, and ended for want of GPUs.
+    """Two processes with one GPU each chose a pipeline of two GPUs per process, and failed.
 
     One process took slabs that belong to as many processes, and ended; its stages left the GPUs that it names.
     """

@@ -37,7 +37,7 @@ RESAMPLED = [{"name": "Orientation"}, {"name": "Spacing", "spacing": [2, 2, 2]},
 
 
 def tell(images):
-    """Return logits whose softmax says how much of a voxel is background and how much one of the balls.
+    """Return logits whose softmax gives the shares of background and of each ball in a voxel.
 
     In proportion: a network that jumped from one to the other would round a surface to whole voxels of its own grid.
     """

@@ -380,7 +380,7 @@ def trace(net: nn.Module, shape: Sequence[int], candidate: Candidate) -> Sequenc
 
 @pytest.mark.parametrize("checkpoint", ["all", "tiled"])
 def test_a_recomputed_step_takes_less_than_a_plain_one(checkpoint):
-    """What a recomputed block saved was kept, to see whether it was changed in place meanwhile.
+    """Saved tensors of a recomputed block were kept to check for changes in place.
 
     Versions were compared by holding the tensors, in a list that a saved-tensor hook held, which autograd holds: V-Net
     took 1438 bytes per voxel with ``checkpoint="all"``, not 777. Results were right, and no test counted bytes.

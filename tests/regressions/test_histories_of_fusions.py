@@ -121,7 +121,7 @@ def change_a_gradient_unseen(net: RunLayers, x: Tensor) -> Tensor:
     ],
 )
 def test_gradients_are_those_of_the_plain_network(run, way):
-    """An activation joined a norm that was called in another mode, and took the norm's history for its own.
+    """An activation used the history of a norm that was called in another mode.
 
     Under ``no_grad`` it was differentiated, and a slope behind a norm under ``no_grad`` got no gradient. What a forward
     froze for a while stayed frozen where its recomputation ended early.

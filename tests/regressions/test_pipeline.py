@@ -157,7 +157,7 @@ keeping.lengths = []
 
 @pytest.mark.parametrize(("was_trained", "asked"), [(False, 2), (True, 1)])  # before there is an attribute, and with it
 def test_kept_features_do_not_ask_again(was_trained, asked):
-    """Another number of samples is run once, not before every batch of a network that keeps what it computed.
+    """Another number of samples runs once, not before every batch of a network that caches results.
 
     A network that was trained before, and keeps features with their history, could not be placed.
     """
@@ -329,7 +329,7 @@ class LateCopy:
 
 
 def test_gradients_are_not_changed_before_a_side_stream_has_copied_them(monkeypatch):
-    """Autograd added in place to a gradient that it held alone, while a copy to another GPU still read it.
+    """Autograd added in place to a gradient while a copy to another GPU still read it.
 
     Random networks on two GPUs had wrong gradients, other ones each time.
     """

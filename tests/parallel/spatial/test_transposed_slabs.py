@@ -52,7 +52,7 @@ CASES = [
 
 
 class Net(nn.Module):
-    """A transposed convolution between others; what comes in front of it and behind it waits.
+    """A transposed convolution between deferred operators.
 
     With ``kernel``, residual blocks of this kernel come first: the gradients of their sums have no room.
     """
@@ -148,7 +148,7 @@ def test_slabs_of_processes_equal_one_device(case: Case, front: str) -> None:
 
 
 def verify_apart(net: nn.Module, planes: int, large: int, shards: int | None) -> tuple[str, int]:
-    """Compare with one device; return what is wrong, and how many planes' shares came apart.
+    """Compare with one device; return differences, and the number of planes sent separately.
 
     Slabs of ``large`` bytes and more are large.
     """
