@@ -1,4 +1,4 @@
-"""The synthetic data set with labels as people have them: regions, few annotated planes, gaps, parts looked for."""
+"""The synthetic data set with realistic labels: regions, few annotated planes, gaps, partially labelled cases."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Networks on slabs beside the plain ones: the ways they run, and what tests compare of both."""
+"""Run networks on slabs and plain networks in all modes, and compare them."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence

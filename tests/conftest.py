@@ -1,4 +1,4 @@
-"""What every test shares: fixed seeds, exact matrix products, and the real data where it lies beside the project."""
+"""Settings of every test: fixed seeds, exact matrix products, and the real data if it is next to the project."""
 
 import locale
 import os

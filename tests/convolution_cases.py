@@ -1,4 +1,4 @@
-"""Convolutions by kernels of our own, to compare with float64: the first of each by the interpreter, all on a GPU."""
+"""Cases that compare our convolution kernels with float64: the first of each in the interpreter, all on a GPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

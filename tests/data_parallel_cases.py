@@ -1,4 +1,4 @@
-"""Networks that replicas must train as one process trains them with the whole batch."""
+"""Networks whose replicas must train as one process does with the whole batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Volumes compared by their bytes: in which order a sum is taken depends on how a volume lies in memory."""
+"""Compare volumes by their bytes, in one memory layout, because the layout decides the order of sums."""
 
 from hashlib import sha256
 

@@ -1,4 +1,4 @@
-"""A kind of GPU for tests, and an observer of the kernels that a fake one of it is asked for."""
+"""A kind of GPU for tests, and an observer of the kernels that a fake GPU receives."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A step that runs once on GPUs that are not there, and what its trace holds."""
+"""Trace a step once on fake GPUs, and describe the trace."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable

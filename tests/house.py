@@ -1,4 +1,4 @@
-"""Count the house, and read some of it.
+"""Count lines of code, modules, tests and pages.
 
 ``python tests/house.py`` prints lines of code and modules per package, and sizes of tests, pages and benchmarks. A line
 of code is neither blank nor a comment nor part of a docstring.

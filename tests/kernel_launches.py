@@ -1,4 +1,4 @@
-"""One launch of a kernel by the interpreter, whose loads, stores and atomics are looked at: see `kernel_sanitizer`."""
+"""One launch of a kernel in the interpreter, with observed loads, stores and atomics: see `kernel_sanitizer`."""
 
 import gc
 from collections.abc import Sequence

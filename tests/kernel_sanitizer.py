@@ -1,4 +1,4 @@
-"""Find by Triton's interpreter what would go wrong on a GPU only.
+"""Find faults in Triton's interpreter that would appear on a GPU only.
 
 The interpreter runs the programs of a kernel one after another. Within ``watching`` each launch runs several times from
 the same memory, its programs in other orders, and every load, store and atomic is checked. `KernelFault` is raised if

@@ -1,4 +1,4 @@
-"""Where tests run Triton's kernels: on a GPU, or anywhere by Triton's interpreter (``TRITON_INTERPRET=1``)."""
+"""Where tests run Triton's kernels: on a GPU, or in Triton's interpreter (``TRITON_INTERPRET=1``)."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Kernels, work and traces that are made up, whose sums can be told by heart."""
+"""Made-up kernels, work and traces whose sums can be computed by hand."""
 
 from volseg.profiling.kernels import PlacedWork, StepPlace, TimedKernel
 

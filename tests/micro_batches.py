@@ -1,4 +1,4 @@
-"""A pipeline beside the plain network that runs the same micro-batches one after the other."""
+"""Compare a pipeline with the plain network on the same micro-batches."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""MONAI's networks that take a 3D volume, as small as possible: every strategy is tested on them.
+"""MONAI's networks for 3D volumes, as small as possible; every strategy is tested on them.
 
 Left out are those that need other packages (DAF3D, HyenaNDUNETR, MILModel, TorchVisionFCModel, Transchex), and
 ``SENet154`` and its like, which always have hundreds of millions of parameters. ``NETWORKS[name].build()`` makes a

@@ -1,4 +1,4 @@
-"""Damage files of images in seeded ways, read each in a process of limited memory, and compare with other readers.
+"""Damage image files in seeded ways, read each in a process of limited memory, and compare with other readers.
 
 python tests/mutated_files.py nii 0 300 FOLDER     # tells what became of each of 300 files
 

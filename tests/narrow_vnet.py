@@ -1,4 +1,4 @@
-"""MONAI's V-Net, an eighth as wide: its width is no parameter.
+"""MONAI's V-Net, an eighth as wide, because its width is not a parameter.
 
 With its 46 million parameters each comparison in float64 took half a minute, through the same layers.
 `equivalence/test_benchmarked_networks.py` checks that nothing else differs.

@@ -1,4 +1,4 @@
-"""The same as some kernels in plain torch: what tests compare with, and take in place of a GPU's."""
+"""Some kernels in plain torch, which tests compare with and use in place of a GPU's."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Pictures of cases with an eighth of their sides: drawing, compressing and writing them was 40 % of a tiny training.
+"""Pictures of cases at an eighth of their size; full ones took 40 % of a tiny training.
 
 Every step is taken as before, to files of the same kinds. What one sees is tested where pictures are drawn by
 themselves (``monitoring/test_pictures.py``), and a test whose training is to draw as for a user asks for

@@ -1,4 +1,4 @@
-"""Random networks for the spatial strategy, and the comparison of each with itself on one device.
+"""Random networks for the spatial strategy, each compared with itself on one device.
 
 A seed draws everything: the layers, the steps of the network's forward, its inputs, the shards, and how it is trained.
 So a seed is all that is needed to see a failure again, and all ranks of a group draw the same network from it.

@@ -1,4 +1,4 @@
-"""What is printed as the next command runs when it is typed."""
+"""Printed commands run when they are typed."""
 
 import os
 import shlex
@@ -16,7 +16,7 @@ SAID = "import sys; from volseg.commands import spell; print(spell('volseg --ver
 
 @pytest.fixture
 def program(tmp_path):
-    """Return a program called volseg, as pip makes it, that says what to type next; tensorboard lies beside it."""
+    """Return a program called volseg, as pip installs it, that prints the next command; tensorboard is beside it."""
     folder = tmp_path / "an environment" / "bin"
     folder.mkdir(parents=True)
     source = f"#!{shutil.which('env')} -S {shlex.quote(sys.executable)}\n{SAID}\n"

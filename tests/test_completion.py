@@ -1,4 +1,4 @@
-"""A real bash asks the real program what may come next."""
+"""A real bash completes the real program's command line."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ ASKED = {"tra": ["train"], "doctor --q": ["--quick"]}
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Return what bash offers behind each beginning, of one bash."""
+    """Return bash's completions of each beginning."""
     if shutil.which("bash") is None:
         pytest.skip("needs bash")
     folder = tmp_path_factory.mktemp("completion")

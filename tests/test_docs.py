@@ -1,4 +1,4 @@
-"""The pages point to what exists, and every result and decision is reached from a page."""
+"""Pages refer to existing files and names, and every result and decision is linked from a page."""
 
 import ast
 import re
@@ -102,7 +102,7 @@ def test_decisions_are_few_short_whole_and_indexed() -> None:
 
 
 def broken_names(code: str) -> list[str]:
-    """Return what a block of Python imports from volseg or calls there, and is not there or cannot be called."""
+    """Return volseg names that a block imports or calls, but that do not exist or cannot be called."""
     broken = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "volseg":
@@ -121,7 +121,7 @@ NAMED_IN_PROSE = re.compile(r"`((?:volseg|monai)(?:\.\w+)+)")
 
 
 def is_there(path: str) -> bool:
-    """Say whether a dotted name is a module, or what one has."""
+    """Return whether a dotted name is a module or an attribute of one."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         module = ".".join(parts[:length])
@@ -134,7 +134,7 @@ def is_there(path: str) -> bool:
 
 
 def test_dotted_names_of_pages_are_there() -> None:
-    """Also those that a table of another framework's names maps to ours. Some pages tell of what there was."""
+    """Also names in tables of other frameworks. Pages about the past are left out."""
     told = [page for page in PAGES if page.name not in ("CHANGELOG.md", "measurements.md") and page.parent != DECISIONS]
     named = {(name_page(page), path) for page in told for path in NAMED_IN_PROSE.findall(prose(page))}
     assert [(page, path) for page, path in named if not is_there(path)] == []

@@ -1,4 +1,4 @@
-"""The order of the house: no circle of imports, no import in a function without a reason, no class name twice."""
+"""The order of the house: no circular imports, no unexplained import in a function, no class name twice."""
 
 import ast
 import re
@@ -37,7 +37,7 @@ def is_typing_only(node: ast.AST) -> bool:
 
 
 def imports_of(node: ast.AST, function: bool = False) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
-    """List the imports of a tree that are more than typing's, and whether each stands inside a function."""
+    """List the imports of a tree except those for typing, and whether each is inside a function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child, function
@@ -51,7 +51,7 @@ def imports_of(node: ast.AST, function: bool = False) -> Iterator[tuple[ast.Impo
 
 
 def imported(node: ast.Import | ast.ImportFrom, known: set[str]) -> set[str]:
-    """Return which of the known modules an import names; the packages that they lie in are not counted."""
+    """Return the known modules that an import names, without the packages that contain them."""
     if isinstance(node, ast.Import):
         return {alias.name for alias in node.names} & known
     below = {f"{node.module}.{alias.name}" for alias in node.names}
@@ -60,7 +60,7 @@ def imported(node: ast.Import | ast.ImportFrom, known: set[str]) -> set[str]:
 
 
 def graph_of(modules: dict[str, Path]) -> dict[str, set[str]]:
-    """Return what each module imports, when it is imported or when one of its functions is called."""
+    """Return each module's imports, at import time or inside its functions."""
     known = set(modules)
     return {
         name: {other for node, _ in imports_of(parse(path)) for other in imported(node, known)}
@@ -69,7 +69,7 @@ def graph_of(modules: dict[str, Path]) -> dict[str, set[str]]:
 
 
 def find_circle(graph: dict[str, set[str]]) -> list[str]:
-    """Return modules of which each imports the next one, and the last one the first; none if there is no circle."""
+    """Return modules that import each other in a circle; none if there is no circle."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as fault:

@@ -1,4 +1,4 @@
-"""A group of processes serves test after test; whoever fails in it is told, and does no harm to the next."""
+"""A group of processes runs test after test; a failure is reported and does not affect the next test."""
 
 import os
 import time

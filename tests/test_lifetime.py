@@ -1,4 +1,4 @@
-"""How a process begins anew."""
+"""A process that starts itself again."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Words and shapes of sentences that stay out of pages, docstrings, comments and messages.
+"""Words and sentence forms that are banned from pages, docstrings, comments and messages.
 
 Each is either not English that an engineer writes, or the reader cannot tell who does what. Counted are whole words, so
 that names in code (``is_told``) do not count. Pages hold none. The code's numbers are what is left; they only shrink.

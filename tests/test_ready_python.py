@@ -1,4 +1,4 @@
-"""A process that was forked from one that had imported everything is what a new interpreter would be."""
+"""A process forked from an interpreter with all imports behaves like a new interpreter."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def describe(kind: type[subprocess.Popen], command: list[str], **options) -> dic
     ("how", "option"), [("script", ""), ("-c", ""), ("-m", ""), ("-c", "1"), ("-c", "-P")], ids=str
 )
 def test_it_is_what_a_new_one_is(script, how: str, option: str, tmp_path: Path) -> None:
-    """In all that a process can see of itself, but for what is imported."""
+    """In everything that a process can see of itself, except for imports."""
     read, write = os.pipe()
     command = {"script": [str(script)], "-c": ["-c", DESCRIBE], "-m": ["-m", "describe"]}[how]
     command = [option, *command] if option.startswith("-") else command

@@ -1,4 +1,4 @@
-"""What a release says about itself: version, citation, install hints, and the length of the front pages."""
+"""Facts of a release: version, citation, install hints, and the length of the front pages."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""Trainings of a few steps, whose weights the tests export and load again."""
+"""Trainings of a few steps, whose weights tests export and load again."""
 
 from contextlib import contextmanager
 

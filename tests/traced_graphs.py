@@ -1,4 +1,4 @@
-"""What torch.compile makes of a network, without the seconds that kernels take to be compiled."""
+"""The graphs that torch.compile makes of a network, without compiling kernels for seconds."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

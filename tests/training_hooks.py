@@ -1,4 +1,4 @@
-"""Hooks that do something at one place of a training."""
+"""Hooks that act at one point of a training."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Build the wheel, install it where no source tree is, and use it there: ``make wheel``.
+"""Build the wheel, install it outside the source tree, and use it there: ``make wheel``.
 
 Its environment is a new one that sees the installed requirements of this interpreter, so that a minute is enough; the
 wheel itself comes first in it, and nothing of the source tree is on its path.

@@ -1,4 +1,4 @@
-"""Two machines on one: two network namespaces that a cable joins, each with its own host name and processes.
+"""Two machines on one: two network namespaces connected by a cable, each with its host name and processes.
 
 `on_two_machines` gives them, and `Machines.torchrun` runs ``torchrun`` on both, joined over the cable. It takes Linux,
 root, and ``ip`` (iproute2) and ``unshare`` (util-linux).

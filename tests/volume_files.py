@@ -1,4 +1,4 @@
-"""One volume in every format that is read, in any orientation; for tests that compare places in the patient."""
+"""One volume in every readable format and any orientation, for tests that compare positions in the patient."""
 
 from itertools import permutations, product
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Write what pages take from the program: the references, and the tables that follow from the code.
+"""Write the generated parts of pages: the references, and the tables that follow from the code.
 
     python docs/site/generated_text.py        # `make docs-text`
 
-A generated part of a page is between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``. The repository holds
-it, so that GitHub shows it. A test compares it with what this script writes.
+A generated part of a page is between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``. The repository contains
+it, so that GitHub shows it. A test compares it with this script's output.
 """
 
 import inspect
@@ -277,13 +277,14 @@ def make_operators() -> str:
 
 
 def make_checkpoint() -> str:
-    """Return what a checkpoint holds."""
-    return table(("key", "holds"), *((f"`{known.name}`", known.metadata["holds"]) for known in fields(TrainingState)))
+    """Return the table of a checkpoint's contents."""
+    rows = [(f"`{known.name}`", known.metadata["holds"]) for known in fields(TrainingState)]
+    return table(("key", "contents"), *rows)
 
 
 def make_resume() -> str:
-    """Return what may differ when a run goes on; a section of the config has an asterisk."""
-    rows = [("what", "when a run goes on", "why", "kept in")]
+    """Return the table of values that may differ on resume; a section of the config has an asterisk."""
+    rows = [("what", "on resume", "why", "kept in")]
     for what, rule in RULES.items():
         keys = ", ".join(f"`{key}*`" if key.endswith(".") else f"`{key}`" for key in list_keys(what))
         rows.append((keys or what, rule.resume, rule.why, f"`{rule.kept_in}`"))

@@ -1,4 +1,4 @@
-"""The table of what may differ on resume is complete, and is what a training does."""
+"""The table of values that may differ on resume is complete and matches a training's behaviour."""
 
 import pytest
 
@@ -16,7 +16,7 @@ FREE = {
 
 
 def leaves(model, prefix=""):
-    """Return the dotted keys of a config, with what stands there."""
+    """Return the dotted keys of a config, with their values."""
     for name in type(model).model_fields:
         value, key = getattr(model, name), f"{prefix}{name}"
         yield from leaves(value, f"{key}.") if hasattr(type(value), "model_fields") else [(key, value)]

@@ -1,4 +1,4 @@
-"""One process writes into a run folder: the leader of the one job that holds its lock."""
+"""Only the leader of the job that holds a run folder's lock writes into it."""
 
 import errno
 import json
@@ -59,7 +59,7 @@ def test_the_leader_locks_a_folder_that_is_there_at_once_and_a_new_one_when_it_c
 
 
 def begin_in_two_places(config, elsewhere):
-    """Begin a run whose folder is another one for the second process, as if its machine had a disk of its own."""
+    """Begin a run in a folder that the second process does not share, as if its machine had its own disk."""
     job_folder.SECONDS_TO_SEE = 0.5
     if get_process_rank() == 1:
         config = config.model_copy(update={"output": elsewhere})

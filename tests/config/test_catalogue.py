@@ -1,4 +1,4 @@
-"""Configs and public tasks that come with volseg are found by their names, and the configs can be run as written."""
+"""volseg finds its own configs and public tasks by name, and runs the configs unchanged."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The schema that editors read takes what volseg takes, and refuses what it refuses."""
+"""The editors' schema accepts what volseg accepts, and refuses what it refuses."""
 
 import json
 from contextlib import nullcontext
@@ -29,14 +29,14 @@ SHIPPED = list_shipped()
 
 
 def without_names(node: Any) -> Any:
-    """Return a schema without the components that it offers, which are those of the installed MONAI and torch."""
+    """Return a schema without the names of components, which depend on the installed MONAI and torch."""
     if isinstance(node, dict):
         return {key: without_names(value) for key, value in node.items() if key != "enum" or len(value) < 4}
     return [without_names(item) for item in node] if isinstance(node, list) else node
 
 
 def describe(told: dict[str, Any]) -> str | None:
-    """Return what a property is said to be: there, or, where that is the same, in the section that it holds."""
+    """Return the description of a property: its own, or that of its section."""
     parts = [told, *told.get("allOf", ())]
     sections = [SCHEMA["$defs"][part["$ref"].rpartition("/")[2]] for part in parts if "$ref" in part]
     return next((part["description"] for part in (*parts, *sections) if "description" in part), None)

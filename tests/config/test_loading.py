@@ -1,4 +1,4 @@
-"""A config from a file and from the command line; what people write wrong there, and what they are told."""
+"""Configs from files and the command line, frequent mistakes in them, and the messages for these."""
 
 import re
 from pathlib import Path
@@ -190,7 +190,7 @@ FILES = {
 
 
 def loosen(expected: str) -> str:
-    """Return a pattern for words in which ``.*`` alone is one."""
+    """Return a pattern for a text in which only ``.*`` is special."""
     return ".*".join(map(re.escape, expected.split(".*")))
 
 

@@ -1,4 +1,4 @@
-"""Who computes what, said by the config and the number of processes; what contradicts itself says the way out."""
+"""The mesh follows from the config and the number of processes; a contradiction gives a remedy."""
 
 import pytest
 from hypothesis import given

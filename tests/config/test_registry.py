@@ -1,4 +1,4 @@
-"""Components by name, and dataclasses that are read back from JSON, exactly."""
+"""Components are found by name, and dataclasses survive a round trip through JSON."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Files to read, each with one thing right or wrong."""
+"""Files to read, each with one correct or faulty property."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A batch is a function of seed, epoch and position, however the loop goes about it and wherever it is made."""
+"""A batch is a function of seed, epoch and position, independent of the loop and of the place of its computation."""
 
 import warnings
 
@@ -20,7 +20,7 @@ ROOM = {"no case": 0, "one case": 15 * 21 * 7 * 5, "two cases": (15 * 21 * 7 + 1
 
 
 def made_on(where: str, rows=None) -> AugmentedBatches:
-    """Return batches of a device that holds all cases it would by itself, or is given room for some."""
+    """Return batches of a device that stores its default number of cases, or has room for some."""
     device, _, room = where.partition(":")
     generator = torch.Generator().manual_seed(0)
     cases = []
@@ -41,7 +41,7 @@ def assert_same(batches, expected):
 
 
 def one_by_one(batches: AugmentedBatches, epoch: int):
-    """Return the epoch's batches, each made alone and waited for."""
+    """Return the epoch's batches, computed one after another."""
     places = batches.batches.places(epoch)
     for position, (ids, fetched) in enumerate(zip(places.names, batches.batches.fetch(places), strict=True)):
         batches._bring(fetched, len(ids))

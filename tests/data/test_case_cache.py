@@ -1,4 +1,4 @@
-"""Cases that come from the cache are those that would be prepared without it, whatever happened to either."""
+"""Cases from the cache equal cases prepared without it, whatever happened to either."""
 
 import importlib
 import json
@@ -184,7 +184,7 @@ def test_what_is_prepared_otherwise_has_another_name(task, folder, monkeypatch, 
 
 @pytest.fixture
 def key_with(task, folder):
-    """Return a function that returns the name of a case with one more step, which may be a component's name."""
+    """Return a function that returns a case's name with one more step, possibly a component's name."""
 
     def key(step):
         preprocessing = build_preprocessing([*STEPS, {"name": step}] if isinstance(step, str) else STEPS)
@@ -465,7 +465,7 @@ def test_two_trainings_at_once_make_every_case_once_and_one_that_is_killed_leave
 
 @pytest.mark.parametrize("budget_bytes", [0, 10**9])
 def test_an_epoch_does_not_begin_on_a_mapped_file_that_was_cut_off(task, folder, budget_bytes):
-    """Reading behind the end of a file that is mapped ends the process by SIGBUS, with nothing said."""
+    """Reading beyond the end of a mapped file ends the process silently, by SIGBUS."""
     training = prepared_by(task, folder).training
     batches = PatchBatches(VolumeCache(training, budget_bytes=budget_bytes), (12, 14, 10), 2, 3)
     mapped, other = (case["mapped"].path for case in training[:2])

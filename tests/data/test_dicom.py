@@ -17,7 +17,7 @@ def stack(folder, places=range(6), tilt=0.0, **more):
 
 
 def test_tilted_gantry_keeps_its_shear(tmp_path):
-    """ITK straightens such a stack; each slice says where it lies."""
+    """ITK straightens such a stack, although each slice gives its position."""
     volume = read_volume(stack(tmp_path, tilt=0.3))
     np.testing.assert_allclose(volume.affine[:3, 2], [0, -0.3, 2.0], atol=1e-9)
 

@@ -1,4 +1,4 @@
-"""Labels in DICOM: the same voxels as others read, on the grid of their image, in every layout."""
+"""DICOM labels have the same voxels as in other readers, on the grid of their image, in every layout."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ def task_of(labels=LABELS, **more):
 
 
 def write_image(folder, number=1, tilt=0.0, **more):
-    """Write a series of six slices with a UID of its own, with what a reference to it needs."""
+    """Write a series of six slices with its own UID and the tags that a reference needs."""
     uid = f"{SERIES}.7{number}"
     stored = np.random.default_rng(number).integers(0, 900, (6, *SHAPE)).astype(np.int16)
     for index in range(6):
@@ -103,7 +103,7 @@ def write_contours(path, contours, uid=f"{SERIES}.71", names=("LIVER", "body")):
 
 
 def surround(contours, shape):
-    """Return which voxel centres an odd number of contours surrounds, by the angles under which their points appear."""
+    """Return the voxel centres inside an odd number of contours, by the angles of the contours' points."""
     inside = np.zeros(shape, dtype=int)
     at = np.stack(np.indices(shape), -1)[..., None, :]
     for points in contours:
@@ -134,7 +134,7 @@ def test_traced_contours_hold_the_voxels_that_they_were_traced_of(share):
 
 @pytest.mark.parametrize(("kind", "tilt"), [("SEG", 0.0), ("SEG", 0.6), ("RTSTRUCT", 0.6)])
 def test_regions_that_overlap_are_written_and_read_again(kind, tilt, tmp_path):
-    """Of a tilted gantry, too: highdicom makes no volume of its segmentation, which counted as damaged."""
+    """Also with a tilted gantry, whose segmentation highdicom cannot make a volume of."""
     folder = write_image(tmp_path / "ct", tilt=tilt)
     task = task_of({0: "background", 3: "oedema", 40: "core"}, regions={"whole": (3, 40), "core": (40,)})
     drawn = write_label(kind, tmp_path / "label.dcm", folder, task=task)
@@ -322,7 +322,7 @@ def test_predictions_are_compared_with_labels_in_dicom(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_read_again_and_damaged_files_are_refused(kind, tmp_path):
-    """With names in any script, and a label beside the slices."""
+    """With names in any script, and a label next to the slices."""
     folder, task = write_image(tmp_path / "ct"), task_of({0: "background", 3: "Küvette", 40: "kidney_left"})
     drawn = write_label(kind, folder / "label.dcm", folder, task=task)
     read = read_label(folder / "label.dcm", folder, task)

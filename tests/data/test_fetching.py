@@ -1,4 +1,4 @@
-"""Fetching a task from a real server on this machine, which does what servers do to downloads."""
+"""Fetching a task from a local HTTP server that interrupts, truncates and changes downloads."""
 
 import hashlib
 import http.client
@@ -90,7 +90,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def serve(monkeypatch):
-    """Return a function that starts a server with these answers and returns its URL and what it was asked."""
+    """Return a function that starts a server with these answers and returns its URL and its requests."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     running = []
 
@@ -111,7 +111,7 @@ def serve(monkeypatch):
 
 @pytest.fixture
 def fetch(tmp_path):
-    """Return a function that downloads a URL into a part file and returns what that holds then."""
+    """Return a function that downloads a URL into a part file and returns the file's content."""
 
     def get(url, content=CONTENT, *, before=None, **settings):
         path = tmp_path / "file.part"
@@ -187,7 +187,7 @@ def test_a_file_that_changed_between_two_parts_is_fetched_anew_by_the_next_attem
 
 
 def stalling(content, upto, released):
-    """Return an act that sends what stands before ``upto``, and nothing more until it is released."""
+    """Return an act that sends the content before ``upto``, and nothing more until it is released."""
 
     def act(handler):
         handler.send_response(200)

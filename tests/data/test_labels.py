@@ -1,4 +1,4 @@
-"""Values of files become class indices, and class indices values again."""
+"""Values of files become class indices, and class indices become values again."""
 
 import json
 from pathlib import Path
@@ -126,7 +126,7 @@ DECLARED = [block.text for block in read_blocks(ROOT / "docs" / "labels.md", "js
 
 @pytest.mark.parametrize("block", DECLARED)
 def test_what_the_page_declares_is_read(block, tmp_path):
-    """Each manifest of the page, completed by what it leaves out, is that of a task."""
+    """Each manifest of the page, with its omitted parts, describes a task."""
     declared = {"modality": {"0": "CT"}, "training": [{"image": "imagesTr/a.nii", "label": "labelsTr/a.nii"}]}
     declared |= json.loads(block)
     (tmp_path / "dataset.json").write_text(json.dumps(declared), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""datasets/ holds facts; what can be checked against another source is."""
+"""The facts in datasets/ agree with other sources."""
 
 import json
 import math

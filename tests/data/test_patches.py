@@ -1,4 +1,4 @@
-"""Which patches an epoch shows, and that they come the same however they are made."""
+"""The patches of an epoch, which do not depend on how they are computed."""
 
 import itertools
 import re
@@ -130,7 +130,7 @@ def test_equal_weights_are_no_weights():
 
 
 def test_oversampled_patches_hold_each_class_of_their_case():
-    """Two single voxels: without the oversampling a patch holds one of them about once in ten."""
+    """Two single voxels: without oversampling one patch in ten contains one of them."""
     seen = {1: 0, 2: 0}
     for batch in batches(iterations=60, batch_size=2, foreground=0.5).epoch(0):
         last = batch["label"][-1]

@@ -1,4 +1,4 @@
-"""Faults planted into copies of sound cases are named, each at its case and by its kind, and nothing else is."""
+"""Every planted fault is reported at its case and by its kind, and nothing else is."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Cases are checked while they are prepared: one reading of each file, and all bad cases at once."""
+"""Cases are checked while they are prepared: each file is read once, and all bad cases are reported at once."""
 
 import shutil
 import weakref
@@ -71,7 +71,7 @@ def test_a_sound_case_that_cannot_be_preprocessed_comes_after_the_bad_ones(task)
 
 
 def test_bits_do_not_depend_on_the_number_of_cores():
-    """One process took sixteen threads for a mean, each of two took one: they trained on images that differed."""
+    """One process used 16 threads for a mean, two processes one each, and their images differed."""
     generator = torch.Generator().manual_seed(0)
     volumes = [torch.randn(1, 35, 51, 35, generator=generator) * 37 + 120 for _ in range(8)]
     before = torch.get_num_threads()

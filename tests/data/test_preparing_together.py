@@ -1,4 +1,4 @@
-"""With a cache cases are read once and kept once per machine; all processes come to the same end."""
+"""With a cache, each case is read and stored once per machine, and all processes get the same cases."""
 
 import logging
 import shutil
@@ -49,7 +49,7 @@ def truncate(path):
 
 @contextmanager
 def counting(change=lambda checked: checked):
-    """Yield a list to which every case that is read is added; ``change`` may change what its check says."""
+    """Yield a list of the cases that are read; ``change`` may change the result of their check."""
     plain, names = preparing.read_case, []
 
     def counted(case, task):
@@ -73,7 +73,7 @@ def prepare_alone(task):
 
 
 def fingerprint(cases):
-    """Return what tells cases apart: every bit of their volumes, in the types in which a bank keeps them."""
+    """Return every bit of the cases' volumes, in the types that a bank stores."""
     return [(case["case"], [digest(case[name]) for name in ("image", "label")]) for case in cases]
 
 

@@ -70,7 +70,7 @@ def test_a_file_without_place_is_said_once(tmp_path, ramp, caplog):
 
 
 def flip(place, bit, compresslevel=None):
-    """Return what changes a bit of a packed file, packed again at a level."""
+    """Return a function that flips a bit of a compressed file, compressed again at a level."""
 
     def change(packed):
         packed = bytearray(packed if compresslevel is None else gzip.compress(gzip.decompress(packed), compresslevel))
@@ -182,7 +182,7 @@ def test_real_volumes_are_what_nibabel_reads(msd_task04):
 
 
 def test_a_file_per_channel_is_one_image(save, ramp, affine):
-    """Formats and types may differ; the first file says what a writer needs."""
+    """Formats and types may differ; a writer follows the first file."""
     first, second = save(ramp, "a_0000.nii.gz"), save(2.5 * ramp, "a_0001.nii")
     volume = read_volume([first, str(second)])
     np.testing.assert_array_equal(volume.numpy(), np.stack([ramp, np.float32(2.5) * ramp]))
@@ -226,7 +226,7 @@ AFFINE = np.array([[0, -2.0, 0.1, 5], [1.5, 0, 0, -7], [0, 0.1, 4.0, 9], [0, 0, 
 @pytest.mark.parametrize("unit", ["mm", "meter", None])
 @pytest.mark.parametrize(("kind", "suffix"), [(nibabel.Nifti1Image, ".nii.gz"), (nibabel.Nifti2Image, ".nii")])
 def test_an_affine_read_alone_is_that_of_the_voxels(tmp_path, kind, suffix, unit):
-    """Also of a file that is placed by its spacing alone."""
+    """Also for a file that is placed only by its spacing."""
     image, path = kind(np.zeros((3, 4, 5), np.int16), AFFINE if unit else None), tmp_path / f"image{suffix}"
     image.header.set_xyzt_units(unit or "unknown")
     nibabel.save(image, path)

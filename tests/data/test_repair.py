@@ -1,4 +1,4 @@
-"""A corrected copy holds what could be repaired without a guess, and passes the check for that."""
+"""A corrected copy contains every certain repair, and passes the check."""
 
 import gzip
 import hashlib
@@ -178,7 +178,7 @@ def test_what_fails_on_the_way_leaves_nothing(root, tmp_path, monkeypatch):
 
 
 def test_channels_in_files_of_their_own_and_other_formats_are_copied_whole(root, tmp_path):
-    """A header whose voxels lie beside it becomes one file; several files of an image stay several."""
+    """A header with separate voxels becomes one file; an image of several files keeps them."""
     sitk = pytest.importorskip("SimpleITK")
     task = load_task(root)
     task = replace(task, modalities=("T1", "T2"), regions={"all": (2, 1), "front": (1,)}, ignore=9)

@@ -1,4 +1,4 @@
-"""Folds are nnU-Net's, and names show which cases are of one patient."""
+"""Folds equal nnU-Net's, and case names show which cases belong to one patient."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Synthetic tasks have what they declare, twins what the manifest says of their task, and both can be learned."""
+"""Synthetic tasks have their declared properties, twins those of the task's manifest; both can be learned."""
 
 import json
 from hashlib import sha256
@@ -183,7 +183,7 @@ def test_cases_differ_as_scanners_do(task):
 
 
 def test_two_structures_in_one_piece_touch_and_lie_front_to_back(task):
-    """On one grid with the image, in which they are grey in white matter."""
+    """They are on the image's grid, grey in white matter."""
     for scan, intensities, mask in volumes(task):
         assert np.median(intensities[mask > 0]) < 0.8 * np.median(intensities[mask == 0])
         image = nibabel.as_closest_canonical(nibabel.Nifti1Image(mask, scan.affine))

@@ -1,4 +1,4 @@
-"""However many cases a bank keeps on its device, it gives the same boxes."""
+"""A bank returns the same boxes, however many cases are on its device."""
 
 import logging
 from itertools import product

@@ -1,4 +1,4 @@
-"""Compile the kernels of configs for some GPUs, then launch them as far as that goes without one.
+"""Compile the kernels of configs for several GPUs, then launch them as far as possible without one.
 
 python tests/device/compile_and_launch.py CONFIG ... --capability 8 0 --capability 9 0
 

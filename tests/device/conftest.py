@@ -1,4 +1,4 @@
-"""What the tests of the convolutions' own kernels share."""
+"""Fixtures of the tests of convolution kernels."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention's own kernels against attention in float64: values, every gradient, masks, what is not a number."""
+"""Our attention kernels against attention in float64: values, every gradient, masks, NaN and infinity."""
 
 import copy
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def run(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, terms: Sequence[Addend], scale: float,
     attend: Any = attention.attend, differentiate: Any = attention.differentiate,
 ) -> list[Tensor]:  # fmt: skip
-    """Return what the kernels return, all terms' gradients too."""
+    """Return the kernels' results with the gradients of all terms."""
     out, logs = attend(query, key, value, terms, scale)
     *found, slopes = differentiate(gradient, query, key, value, out, logs, terms, scale, [True] * len(terms))
     return [out, logs, *found, *slopes]

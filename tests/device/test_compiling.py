@@ -1,4 +1,4 @@
-"""Kernels that are compiled before they run, without a GPU: in processes of their own, by the real compiler."""
+"""Kernels compiled beforehand without a GPU, in separate processes, by the real compiler."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ UNET = [str(ROOT / "configs/task04_unet.yaml"), *SMALL, "--capability", "9", "0"
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Return what became of a small U-Net's kernels."""
+    """Compile a small U-Net's kernels; return the results."""
     return compile_and_launch(tmp_path_factory.mktemp("compiled"), *UNET)
 
 
@@ -50,7 +50,7 @@ def test_what_was_compiled_beforehand_is_what_a_launch_finds(compiled):
 @pytest.mark.kernels
 @with_compiler
 def test_a_patch_of_another_size_takes_the_same_kernels(compiled, tmp_path):
-    """Sides of which only bounds and quotients are taken changed no instruction, and took 4 of 14 s of compiling."""
+    """Sides in bounds and quotients change no instruction, but took 4 of 14 s of compiling."""
     growth = ["--set", "patch.growth=[{until: 0.5, size: [8, 8, 16]}]"]
     counts = [compiled["counts"], compile_and_launch(tmp_path, *UNET, *growth, "--count")["counts"]]
     assert counts[1] == counts[0]

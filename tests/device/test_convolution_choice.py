@@ -1,4 +1,4 @@
-"""Which kernel computes which convolution, told by tensors that have a shape, a dtype and a layout but no memory."""
+"""The choice of a convolution's kernel, tested on tensors without memory."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -235,7 +235,7 @@ def choose_form(
     sides: tuple[int, ...],
     **changed: Any,
 ) -> choice.Chosen | None:
-    """Return how a convolution is computed, padded by its reach unless told."""
+    """Return the kernel of a convolution, by default with the padding of its reach."""
     inputs, outputs, side, dilation = case
     last, samples = changed.pop("last", True), changed.pop("samples", 1)
     taps, device = changed.pop("taps", (side,) * 3), changed.pop("device", "cuda")
@@ -248,7 +248,7 @@ def choose_form(
 
 
 def name_by_rule(*told: Any, **changed: Any) -> str | None:
-    """Return the name of what computes a convolution: see ``choose_form``."""
+    """Return the name of a convolution's kernel: see ``choose_form``."""
     found = choose_form(*told, **changed)
     return None if found is None else found.name
 

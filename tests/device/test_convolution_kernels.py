@@ -1,4 +1,4 @@
-"""Kernels of our own for convolutions against float64: large cases on a GPU, and what is special about some of them."""
+"""Our convolution kernels against float64: large cases on a GPU, and special cases of some kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def test_places_are_dealt_in_whole_waves_where_each_program_has_enough() -> None
 
 @with_kernels
 def test_planes_may_be_far_apart() -> None:
-    """Of one sample, whose stride takes 64 bits: the places of planes in front of the first wrap round 32."""
+    """One sample with a 64-bit stride: positions before its first plane overflow 32 bits."""
     plane, reach = 2**26, 32
     x = torch.zeros(plane + 1, dtype=HALF, device=DEVICE).as_strided((1, 1, 2, 1, 1), (2**31, 1, plane, 1, 1))
     x[0, 0, :, 0, 0] = torch.tensor([1.0, 2.0])

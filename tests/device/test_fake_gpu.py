@@ -1,4 +1,4 @@
-"""GPUs that are not there."""
+"""Fake GPUs."""
 
 from collections.abc import Iterator
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""A second derivative is refused, never left out."""
+"""Second derivatives are refused, never silently dropped."""
 
 import inspect
 import pkgutil

@@ -1,4 +1,4 @@
-"""Convolutions in other forms against torch's own, in float64 on the CPU: groups, channels of zeros, turned weights."""
+"""Other forms of convolutions against torch's, in float64 on the CPU: groups, zero channels, flipped weights."""
 
 import math
 from collections.abc import Iterator
@@ -176,7 +176,7 @@ def test_half_precision_is_as_near_to_float64_as_torchs(name: str, voxels: int) 
 
 
 def test_folding_adds_up_in_float32() -> None:
-    """One and three parts of half a unit in its last place: in bfloat16 each would be lost by itself."""
+    """One and three parts of half a unit in the last place, which bfloat16 would lose."""
     settings, weight = replace(SETTINGS, padding=(0, 0, 1)), torch.zeros(1, 1, 1, 1, 3, dtype=torch.bfloat16)
     wide = torch.zeros(4, 4, 1, 1, 3, dtype=torch.bfloat16)
     for voxel, value in enumerate((1.0, 2**-8, 2**-8, 2**-8)):

@@ -1,4 +1,4 @@
-"""How one CUDA graph is recorded; what needs no CUDA of it is played."""
+"""Recording of one CUDA graph, simulated where CUDA is not needed."""
 
 import gc
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from volseg.errors import ParallelError
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """A driver that notes what it is asked; ``fails`` names the calls that raise."""
+    """A driver that records its calls; ``fails`` names the calls that raise an error."""
     asked = []
     played = SimpleNamespace(asked=asked, fails=set())
 
@@ -178,7 +178,7 @@ def test_a_recording_under_autocast_reads_the_weights_of_now():
 
 @pytest.mark.gpu
 def test_memory_returns_after_a_capture_that_cuda_has_broken():
-    """Before torch 2.12 the allocator went on with the capture, and kept what a second stream had used."""
+    """Before torch 2.12 the allocator kept capturing, and kept the memory of a second stream."""
     recorded, other = Graph(torch.cuda.Stream()), torch.cuda.Stream()
     values = torch.ones(2, device="cuda")
     recorded.begin()

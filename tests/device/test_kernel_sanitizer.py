@@ -1,5 +1,5 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
-"""What would go wrong on a GPU only is found by the interpreter: every kind of fault, planted."""
+"""The interpreter finds every kind of planted fault that would appear on a GPU only."""
 
 import math
 from collections.abc import Callable

@@ -51,7 +51,7 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8
 
 
 def find_kernels() -> set[str]:
-    """Return the kernels of the package, ``module.name``: what is compiled and takes a grid."""
+    """Return the kernels of the package as ``module.name``: compiled functions with a grid."""
     found = set()
     for file in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -201,7 +201,7 @@ Types = tuple[torch.dtype, torch.dtype]
 
 
 def terms(first: str, second: str | None, dtypes: Types) -> tuple[list[Term], list[Term]]:
-    """Return what is added, and the same in float64."""
+    """Return the terms of the sum, and the same in float64."""
     found = []
     for kind, dtype, last in zip((first, second), dtypes, (True, False), strict=True):
         x = volume(2, 3, 2, 3, 1, dtype=dtype, last=last)
@@ -393,7 +393,7 @@ def exchange_with_replicas() -> None:
 
 
 def mailboxes(shards: int) -> tuple[Tensor, list[ValueMailbox | None]]:
-    """Return memory and mailboxes of so many shards, who wait for nobody; None for one alone."""
+    """Return memory and mailboxes for so many shards, which never wait; None for a single shard."""
     memory = torch.zeros(shards, ValueMailbox.size(shards), dtype=torch.uint8, device=DEVICE)
     places = [box.data_ptr() for box in memory]
     boxes = [ValueMailbox(places, rank, memory.device, patience=0) for rank in range(shards)]
@@ -592,7 +592,7 @@ def read_patches() -> None:
 
 @covers("inference.triton_prediction._add_kernel", "inference.triton_prediction._add_tiles_kernel")
 def add_windows() -> None:
-    """Classes one after the other, and tile by tile where many of them lie side by side."""
+    """Add classes one after another, and tile by tile if a case has many."""
     for num_classes in (3, 9):
         window = volume(1, num_classes, 3, 4, 5).contiguous(memory_format=torch.channels_last_3d)[0]
         importance, blend = volume(3, 4, 5).abs(), volume(num_classes, 6, 7, 8)

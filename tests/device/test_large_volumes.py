@@ -1,5 +1,5 @@
 # ruff: noqa: N803  (upper case: what Triton is compiled for)
-"""Kernels on volumes of more than 2**31 elements, where a place that is counted in 32 bits is another place.
+"""Kernels on volumes of more than 2**31 elements, whose offsets overflow 32 bits.
 
 Memory is promised by the system and not taken: the interpreter runs the first and the last programs of each launch, all
 of whose accesses must lie within its tensors, and reach the last element of each large one.
@@ -49,7 +49,7 @@ def promise(shape: Sequence[int], dtype: torch.dtype = torch.float16, last: bool
 
 @pytest.fixture(autouse=True)
 def without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Promise what is allocated too, and let many programs share a volume, so that each does little."""
+    """Reserve the allocations too, and let many programs share a volume, so that each does little."""
     empty, new_empty, empty_like = torch.empty, Tensor.new_empty, torch.empty_like
 
     def of(shape: Sequence[int], dtype: torch.dtype, last: bool) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Layer norms' own kernels against layer norm in float64: values, every gradient, and a network that has them."""
+"""Our layer norm kernels against float64: values, every gradient, and a network that uses them."""
 
 import copy
 from typing import Any
@@ -66,7 +66,7 @@ def test_what_is_no_number_stays_in_its_line() -> None:
 
 
 class Lines(nn.Module):
-    """Layer norms behind a projection: of channels, of the last two dims, without weights, of what lies otherwise."""
+    """Layer norms after a projection: of channels, of the last two dims, without weights, of other layouts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The kernels of the norms: Triton against plain torch in float64, in both layouts, also in buffers with room."""
+"""Triton's norm kernels against plain torch in float64, in both layouts, also in buffers with room for a halo."""
 
 from typing import Any
 

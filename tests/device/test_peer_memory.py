@@ -1,4 +1,4 @@
-"""Memory shared by processes lives as long as who uses it, and is freed once nobody has it mapped.
+"""Memory shared by processes exists as long as a process uses it, and is freed with its last mapping.
 
 Each process of a group runs ``CASES`` with a driver that only writes down what it is asked for.
 """
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Ledger:
-    """A driver without a GPU: what is allocated and mapped, and what has been said of it to the other process."""
+    """A driver without a GPU that records allocations, mappings and messages to the other process."""
 
     allocated: set[int] = set()  # noqa: RUF012  (of the process, as a GPU's)
     mapped: set[int] = set()  # noqa: RUF012
@@ -77,7 +77,7 @@ def share() -> PeerMemory | None:
 
 
 def others_allocated() -> set[int]:
-    """Return what is allocated on all other processes."""
+    """Return the allocations on all other processes."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, Ledger.allocated)
     return set().union(*(some for rank, some in enumerate(found) if rank != dist.get_rank()))

@@ -1,4 +1,4 @@
-"""Planes written into the neighbours' memory arrive, call after call, and networks compute the same as through NCCL.
+"""Planes written into neighbours' memory arrive at every call, and networks compute the same as through NCCL.
 
 The kernels run on a GPU, or anywhere by Triton's interpreter.
 ``python test_peer_planes.py WHAT FOLDER`` in each process of a group writes what it found.
@@ -299,7 +299,7 @@ def exchange(folder: Path) -> None:
 
 
 def stack() -> nn.Module:
-    """Return what a DynUNet does to its halos: strided and transposed convolutions, norms, a join."""
+    """Return a DynUNet's operations with halos: strided and transposed convolutions, norms, a join."""
 
     class Net(nn.Module):
         def __init__(self) -> None:

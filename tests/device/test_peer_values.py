@@ -1,4 +1,4 @@
-"""Values sent from GPU to GPU by one kernel arrive, in order, call after call.
+"""Values sent between GPUs by one kernel arrive in order, at every call.
 
 ``python test_peer_values.py FOLDER`` in each process of a group writes what it found.
 """

@@ -1,4 +1,4 @@
-"""What torch's private names do, where a torch in which one does something else would fail no other test."""
+"""Behaviour of torch's private names whose change no other test would notice."""
 
 from operator import attrgetter
 from typing import Any, ClassVar

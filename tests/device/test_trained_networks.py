@@ -1,4 +1,4 @@
-"""Networks whose layers have kernels of our own train as in float64."""
+"""Networks with our kernels train as in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +68,7 @@ def test_a_network_trains_as_in_float64(layers, checkpoint, share, absolute, lea
 
 
 def assert_near(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """bfloat16 has three digits; of a bias in front of a norm nothing but rounding is left."""
+    """bfloat16 has three digits, and the gradient of a bias before a norm is only rounding."""
     largest = max(float(wanted.norm()) for _, wanted in pairs)
     for one, other in pairs:
         assert float((one - other).norm()) < 0.05 * max(float(other.norm()), 1e-2 * largest)

@@ -1,4 +1,4 @@
-"""Which tile a kernel takes: what it loads of memory is counted, for what a GPU's memory gives are sectors."""
+"""Choice of a kernel's tile: the number of memory sectors that it loads."""
 
 import itertools
 

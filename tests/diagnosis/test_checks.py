@@ -1,4 +1,4 @@
-"""Machines that are bad in one way each, made up, and what is said of them."""
+"""Findings on simulated machines, each bad in one way."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Facts as they are gathered of this machine, and of processes that were given less of it."""
+"""Facts gathered from this machine, and from processes with restricted resources."""
 
 import json
 import os

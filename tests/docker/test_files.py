@@ -1,4 +1,4 @@
-"""What can be told of the image without building it: its Dockerfile, its lock files, and what compose makes of it."""
+"""The image's Dockerfile, lock files and compose files, checked without building it."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 
 
 def load(name):
-    """Import a script of ``docker/``, which is no package."""
+    """Import a script of ``docker/``, which is not a package."""
     spec = importlib.util.spec_from_file_location(name, DOCKER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
@@ -37,7 +37,7 @@ check_torch, lock, image = load("check_torch"), load("lock"), load("image")
 
 
 def locked(variant):
-    """Return version by name of a lock file, in which there must be nothing else."""
+    """Return the versions by name in a lock file, which must contain nothing else."""
     text = (DOCKER / "locks" / f"{variant}.txt").read_text(encoding="utf-8")
     heading, entries = text.split("\n", 1)
     assert heading == f"# Written by docker/lock.py {variant}"
@@ -178,7 +178,7 @@ def test_services_have_keys_of_the_specification_and_durations_have_a_unit():
 
 
 def test_the_override_for_machines_without_a_gpu_takes_the_reservation_away():
-    """Compose's tag ``!reset`` removes what the first file says."""
+    """Compose's tag ``!reset`` removes the first file's value."""
 
     class Loader(yaml.SafeLoader):
         pass
@@ -193,7 +193,7 @@ P3 = [block.text for block in read_blocks(DOCKER / "p3.md")]
 
 
 def test_the_commands_for_aws_are_shell():
-    """Nobody ran them here: without an account only their syntax can be told, and what they say to volseg."""
+    """Without an AWS account only their syntax and their volseg commands can be tested."""
     assert len(P3) >= 10
     for text in P3:
         told = subprocess.run(["bash", "-n"], input=text, capture_output=True, encoding="utf-8", check=False)

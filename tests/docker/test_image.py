@@ -1,4 +1,4 @@
-"""The image, built without Docker and used: minutes, as root on Linux; ``make test-image`` runs it."""
+"""Build the image without Docker and use it: minutes, as root on Linux; ``make test-image`` runs it."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A new user's path: the tutorial as it is written, typed into a shell in a fresh clone.
+"""A new user's path: the commands of the tutorial, typed into a shell in a fresh clone.
 
 What is marked there as not run is left out: the installation, in whose place is the interpreter of these tests, and
 what needs the internet, for which the data set lies where it would be.
@@ -35,7 +35,7 @@ def clone(tmp_path) -> Path:
 
 @pytest.fixture
 def shell(clone, tmp_path) -> dict[str, str]:
-    """Return an environment in which `volseg` is the clone's, as an active virtual environment makes it."""
+    """Return an environment whose `volseg` is the clone's, as in an active virtual environment."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "volseg"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m volseg "$@"\n', encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The notebook for a first training runs from its first cell to its last, and is kept without outputs."""
+"""The notebook for a first training runs from the first cell to the last, and is stored without outputs."""
 
 import pytest
 from documented import ROOT

@@ -1,4 +1,4 @@
-"""The pages about a user's own parts and about fine-tuning do what they say: every block of them is run."""
+"""Every block of the pages on own components and fine-tuning runs, with the promised result."""
 
 import shlex
 from pathlib import Path

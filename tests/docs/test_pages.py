@@ -1,4 +1,4 @@
-"""Pages say what the program takes and says today, and make a site that asks nothing of the outside."""
+"""Pages name existing commands and messages, and build a site that requests nothing from outside."""
 
 import os
 import re
@@ -45,7 +45,7 @@ ALONE = parse_alone()
 
 
 def refused(words: Sequence[str], *, whole: bool = True) -> str:
-    """Return what the command line says against a command, or nothing; what is not ``whole`` may lack what it needs."""
+    """Return the command line's error for a command, or nothing; incomplete commands may lack required parts."""
     numbered = ["2" if word in ("N", "K") else word for word in words]
     try:
         ALONE.main(args=numbered, standalone_mode=False, prog_name="volseg")
@@ -57,7 +57,7 @@ def refused(words: Sequence[str], *, whole: bool = True) -> str:
 
 
 def refused_in(page: Path) -> list[str]:
-    """Return the commands of a page that the command line would not take, in blocks and between words."""
+    """Return the commands of a page that the command line refuses, in blocks and in sentences."""
     blocks = [block.text for block in read_blocks(page) if block.language in ("", "bash", "console", "sh", "text")]
     told = [(words, refused(words)) for text in blocks for words in commands_in(text)]
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
@@ -162,7 +162,7 @@ def test_every_page_is_there(site):
 
 
 def test_nothing_is_asked_of_the_outside(site):
-    """Fonts, scripts, styles and pictures lie in the site: what a page loads is not known to anybody else."""
+    """Fonts, scripts, styles and pictures are in the site, so nobody learns of a page view."""
     asked = {
         (path.name, "".join(target))
         for pattern, loaded in (("*.html", LOADED), ("*.css", LOADED_BY_STYLE))
@@ -174,7 +174,7 @@ def test_nothing_is_asked_of_the_outside(site):
 
 
 def test_lists_and_tables_are_such_here_as_well(site):
-    """GitHub takes a list without an empty line before it, Python's Markdown takes it for the end of the sentence."""
+    """GitHub accepts a list without an empty line before it, but Python's Markdown does not."""
     texts = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html")}
     kept = {path: re.sub(r"<pre.*?</pre>", "", text, flags=re.S) for path, text in texts.items()}
     assert [path.name for path, text in kept.items() if re.search(r"^(- |\| ?---|```)", text, flags=re.M)] == []

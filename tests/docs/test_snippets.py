@@ -1,4 +1,4 @@
-"""What the pages show is run: their Python, page by page, and their YAML, JSON and TOML, which are read.
+"""Code in the pages: Python runs, page by page; YAML, JSON and TOML load.
 
 A block that is not run says why (``documented``), and the number of these is counted here: it only shrinks. The pages
 about components of one's own, fine-tuning, labels and layouts have tests of their own besides, which know what must
@@ -65,7 +65,7 @@ def run(*words: object) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """Return a folder with what pages name: data sets, configs, trained runs, predictions."""
+    """Return a folder with the data sets, configs, trained runs and predictions that pages name."""
     folder = tmp_path_factory.mktemp("made")
     task = make_mock_task(folder / "Task04_Hippocampus", "Task04_Hippocampus", num_cases=5, num_test=2, scale=0.5)
     rename_cases(task, "synthetic", "hippocampus")
@@ -112,7 +112,7 @@ def prepared_cases() -> list[Any]:
 
 
 def spatial_loop() -> dict[str, Any]:
-    """Return what a training loop over slabs needs, on two devices that are this CPU."""
+    """Return the variables of a training loop over slabs, on two devices that are this CPU."""
     model = volseg.ModelParallel(small_net(), strategy="spatial", devices=["cpu", "cpu"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return {"model": model, "optimizer": optimizer, "batches": small_batches(), "criterion": nn.CrossEntropyLoss()}
@@ -156,7 +156,7 @@ def label_maps_are_written(names: dict[str, Any]) -> None:
 
 
 def server_answers(names: dict[str, Any]) -> None:
-    """The server of a page answers with the label map and its volumes, and names what is wrong with a file."""
+    """The server of a page answers with the label map and its volumes, or with the fault of a file."""
     file = next(Path("imagesTs").glob("*.nii.gz"))
     with ThreadingHTTPServer(("127.0.0.1", 0), names["Segment"]) as server:
         threading.Thread(target=server.serve_forever).start()
@@ -188,7 +188,7 @@ COMES_OF: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 def link_all(source: Path, target: Path) -> None:
-    """Give a page its own folders, and the files of those that were made: what it writes stays with it."""
+    """Give a page its own folders with links to the shared files, so that it writes to its own."""
     for folder, folders, files in os.walk(source):
         place = target / Path(folder).relative_to(source)
         place.mkdir(exist_ok=True)
@@ -197,7 +197,7 @@ def link_all(source: Path, target: Path) -> None:
 
 
 def runnable(page: Path, *languages: str) -> list[Block]:
-    """Return the page's blocks of these languages that do not say why they are not run."""
+    """Return the page's blocks of these languages without a reason not to run them."""
     return [block for language in languages for block in read_blocks(page, language) if not block.reason]
 
 
@@ -217,13 +217,13 @@ def test_python_of_a_page_runs(page, made, tmp_path, monkeypatch):
 
 @pytest.fixture
 def one_device_seen(monkeypatch):
-    """Let pages be run as on a machine without a GPU, wherever the tests are: what they name is small."""
+    """Run pages as on a machine without a GPU; their examples are small."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 def alternatives(text: str) -> list[str]:
-    """Return the parts of a block that say the same key in several ways, or the whole where none does."""
+    """Return the alternatives in a block that sets a key more than once, or the whole block."""
     keys = Counter(line.partition(":")[0] for line in text.splitlines() if line[:1].isalpha())
     return text.splitlines() if max(keys.values(), default=1) > 1 else [text]
 

@@ -109,7 +109,7 @@ SHAPE = (3, 17, 9, 33)
 
 
 def make_image(order, dtype):
-    """Channels of all sizes, one constant and one with zeros, that lie in memory in some order."""
+    """Make channels of all scales, one constant and one with zeros, in some memory layout."""
     voxels = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) * 300 + 1000
     voxels[1] = 7
     voxels[2, :, 4:] = 0

@@ -1,4 +1,4 @@
-"""The networks that speed is compared on, exactly: by the fast kernels' functions, and in slabs.
+"""The networks of the speed benchmark are exact with the fast kernels' functions and in slabs.
 
 Small ones of the same classes as ``workflows/benchmarks/networks.py`` measures: outputs, every gradient, buffers, and a
 second step, in training and in evaluation.

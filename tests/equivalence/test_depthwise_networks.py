@@ -1,4 +1,4 @@
-"""A MedNeXt whose depthwise convolutions are computed by kernels of our own equals the plain network, whole and cut."""
+"""A MedNeXt with our depthwise kernels equals the plain network, whole and cut."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""SimpleITK and pydicom read the same from DICOM in random orientations, voxel types and transfer syntaxes."""
+"""SimpleITK and pydicom read the same DICOM voxels in random orientations, types and transfer syntaxes."""
 
 import numpy as np
 import pytest

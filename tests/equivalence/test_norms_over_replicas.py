@@ -1,4 +1,4 @@
-"""Batch norms of replicas whose kernels exchange statistics: as one process with the whole batch, whatever the way.
+"""Batch norms of replicas, which exchange statistics in kernels, equal one process with the whole batch.
 
 Triton's interpreter runs the kernels of norms on CPUs here. They send through files that all processes have mapped,
 in the place of GPUs' memory, or by messages.
@@ -83,7 +83,7 @@ def interpreted(way: str, folder: str) -> Iterator[None]:
 
 
 def train(way: str, data: int, spatial: int, kernels: str, folder: str, fixed: bool, half: bool) -> dict[str, Any]:
-    """Train with rows that differ; return what came, the rank's outputs among it."""
+    """Train with unequal rows; return the results, with the rank's outputs."""
     torch.manual_seed(7)
     model = cases.wrap(Norms(), data, spatial, data, kernels, fixed=fixed)
     with interpreted(way, folder):

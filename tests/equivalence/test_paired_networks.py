@@ -1,4 +1,4 @@
-"""Networks whose convolutions are computed over groups of voxels, or with channels of zeros, equal the plain ones."""
+"""Networks with convolutions over groups of voxels, or with zero channels, equal the plain ones."""
 
 from collections.abc import Callable
 from functools import partial
@@ -59,7 +59,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "all": {"checkpoint": "all"},
 def check_form(
     name: str, network: Network, shards: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Train a network whose convolutions are computed in a form, on shards, beside the plain one."""
+    """Train a network with convolutions in a form, on shards, and compare it with the plain one."""
     (module, form), (build, shape, kernels) = FORMS[name], network
     directions = ["forward", "input_gradient", "weight_gradient"]
     taken: dict[str, set[str]] = {}

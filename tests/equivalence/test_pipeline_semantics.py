@@ -1,4 +1,4 @@
-"""What a training loop does to a module means the same to a pipelined one."""
+"""Operations of a training loop on a module have the same effect on a pipelined one."""
 
 import copy
 import random
@@ -101,7 +101,7 @@ def read_without_gradients_first(net: Any, x: Tensor) -> Tensor:
 
 
 def build_hooked() -> nn.Module:
-    """Return a network with hooks of the user, which change outputs and gradients."""
+    """Return a network with user hooks that change outputs and gradients."""
     net = Reused()
     net.b.register_forward_hook(lambda module, args, output: output * 2)
     net.b.register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 3,))

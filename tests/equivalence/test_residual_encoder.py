@@ -1,4 +1,4 @@
-"""Our residual encoder U-Net is nnU-Net's, as ``tests/oracles/nnunet_residual_encoder.py`` has recorded it."""
+"""Our residual encoder U-Net equals nnU-Net's, recorded by ``tests/oracles/nnunet_residual_encoder.py``."""
 
 import json
 from pathlib import Path

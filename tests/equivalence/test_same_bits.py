@@ -1,4 +1,4 @@
-"""The same bits on any number of processes: float32, with dropout, norms and levels that are too coarse to cut."""
+"""The same bits on any number of processes: float32, with dropout, norms and levels too coarse to cut."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ NAMES = sorted(cases.BITS)
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Add here in the order of the processes, which have one thread each."""
+    """Run with one thread, so that sums keep the order of the processes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,7 +34,7 @@ def train(name: str, data: int, spatial: int, replicas: int, shards: int, steps:
 
 
 def train_interpreted(name: str, spatial: int) -> dict[str, Tensor]:
-    """Train with the norms' kernels, which Triton interprets on a CPU: between slabs, or between processes."""
+    """Train with norm kernels in Triton's interpreter on a CPU, between slabs or processes."""
     with ExitStack() as stack:
         for module in (choice, one_process, process_group, statistics):
             stack.enter_context(patch.object(module, "takes", lambda tensor: tensor.dtype == torch.float32))
@@ -43,7 +43,7 @@ def train_interpreted(name: str, spatial: int) -> dict[str, Tensor]:
 
 @cache
 def train_alone(name: str, replicas: int, shards: int, steps: int) -> dict[str, Tensor]:
-    """Return what one process comes to, which nobody may change: several meshes are compared with it."""
+    """Return the shared result of one process, with which several meshes are compared."""
     return train(name, 1, 1, replicas, shards, steps)
 
 
@@ -106,6 +106,6 @@ def test_slabs_in_fixed_order_take_their_halos_in_place(checkpoint: str | None) 
 
 
 def test_the_comparison_sees_another_order() -> None:
-    """Sums in the order in which they come are not those of the tree: what passes above is no accident."""
+    """Sums in order of arrival differ from those of the tree, so the tests above can fail."""
     fixed, free = cases.train_bits("dynunet", 1, 1, 1, 4), cases.train_bits("dynunet", 1, 1, 1, 4, fixed=False)
     assert cases.list_differences(fixed, free)

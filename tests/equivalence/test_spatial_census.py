@@ -1,4 +1,4 @@
-"""MONAI's networks on slabs: how many are exact, and what the others are refused for; never another number.
+"""MONAI's networks on slabs are exact or refused with a reason, never wrong.
 
 The counts, and what each network does, are in ``spatial_census.json``, which the slow test compares. After a change
 that is meant, write it anew: ``PYTHONPATH=tests python tests/equivalence/test_spatial_census.py``.
@@ -46,14 +46,14 @@ SINGLE = 1e-3
 
 
 def observed(net: nn.Module, inputs: list[Tensor], learns: bool) -> Values:
-    """Return what one pass forward leaves, and one back where the network ``learns``."""
+    """Return the results of a forward pass, and of a backward pass if the network ``learns``."""
     torch.manual_seed(5)
     step = eager_step(net, default_objective, gradients=learns)
     return observe(net, inputs, step, leaves=learns)[0]
 
 
 def no_draw(like: Tensor) -> Tensor:
-    """Stand in for ``torch.randn_like``, whose numbers are others on slabs, as those of dropout are."""
+    """Replace ``torch.randn_like``, whose numbers differ on slabs, as dropout's do."""
     return (like.detach() * 100).cos()
 
 
@@ -94,7 +94,7 @@ def _in_short(message: str) -> str:
 
 
 def verdicts(name: str) -> dict[str, str]:
-    """Return what a network does in each mode."""
+    """Return a network's verdict in each mode."""
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
         patch.setattr(torch, "randn_like", no_draw)

@@ -47,7 +47,7 @@ def _small_tiles() -> Iterator[None]:
 
 @pytest.fixture
 def counted() -> Iterator[dict[str, list[torch.dtype]]]:
-    """Note the types of what comes of convolutions by tiles, of transposed ones that wait, and of sums backward."""
+    """Record the types of tiled convolutions' results, deferred transposed ones, and backward sums."""
     found: dict[str, list[torch.dtype]] = {"convolutions": [], "transposed": [], "sums": []}
 
     def noting(name: str, function: Callable) -> Callable:
@@ -130,7 +130,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 
 
 class Residual(nn.Module):
-    """V-Net's finest level: the image is added to each channel, and a join to what follows from it."""
+    """V-Net's finest level: the image is added to each channel, and joined with the result."""
 
     def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm3d, act: Any = F.elu, inner: Any = F.elu) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def test_half_precision_is_as_near_to_float64_as_without_tiles(
 
 
 def test_a_hook_on_a_sum_by_tiles_gets_its_gradient_and_one_on_its_norm_is_refused() -> None:
-    """The gradient goes past the norm, whose hook was never called, without an error."""
+    """The gradient bypassed the norm, whose hook was silently not called."""
     torch.manual_seed(7)
     seen: list[Tensor] = []
 

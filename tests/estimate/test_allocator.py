@@ -1,4 +1,4 @@
-"""The model of torch's allocator: sequences worked out by hand from its rules, and what holds for all of them."""
+"""The model of torch's allocator: sequences derived by hand from its rules, and invariants of all sequences."""
 
 import gzip
 import json
@@ -118,7 +118,7 @@ def make_steps(count):
 
 
 def list_requests(events):
-    """Return what a device is asked for, with blocks by the order in which they were taken."""
+    """Return the requests to a device, with blocks in order of allocation."""
     order, asked = {}, []
     for event in events:
         match event:
@@ -155,7 +155,7 @@ REQUESTS = st.lists(
 @pytest.mark.parametrize("expands", [False, True])
 @given(requests=REQUESTS)
 def test_whatever_is_asked_for(expands, requests):
-    """Blocks hold what was asked for and never overlap; all that is given back can be returned to the device."""
+    """Blocks are large enough and never overlap, and all freed memory can return to the device."""
     allocator, sizes = Allocator(expands), {}
     for name, (size, stream, owner, leaving) in enumerate(requests):
         allocator.take(name, size, stream, owner)
@@ -203,7 +203,7 @@ def list_events(account):
 
 
 def replay(allocator, events):
-    """Ask a model for the same; yield the address of each block, and what the real one had reserved then."""
+    """Replay the requests on a model; yield each block's address, and the real reserved memory then."""
     reserved = 0
     for number, (action, address, size, stream, owner) in enumerate(events):
         if action == "segment_alloc":
@@ -221,7 +221,7 @@ def replay(allocator, events):
 
 @pytest.mark.parametrize("name", ACCOUNTS)
 def test_every_block_lies_where_the_real_one_did(name):
-    """Told where the driver put each segment, the model takes the same ones at the same time, and the same pieces."""
+    """Given the driver's segment addresses, the model chooses the same segments and blocks."""
     events = list(list_events(ACCOUNTS[name]))
     driver = iter([address for action, address, *_ in events if action == "segment_alloc"])
     allocator, blocks = Allocator(place=lambda size: next(driver)), 0

@@ -55,7 +55,7 @@ def trace_candidate(work: Work, candidate: Candidate, **options: Any) -> tuple[S
 
 
 def find_peak(trace: StepTrace) -> int:
-    """Count what is held at most, block by block."""
+    """Compute the peak of allocated memory, block by block."""
     held: dict[int, int] = {}
     most = 0
     for event in trace.events:

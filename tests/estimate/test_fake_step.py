@@ -1,4 +1,4 @@
-"""Results of operators on fake tensors, against torch's own."""
+"""Operators on fake tensors give the shapes and types of torch's own."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar

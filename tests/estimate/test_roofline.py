@@ -1,4 +1,4 @@
-"""Kernels' seconds: rooflines by hand, curves through measured points, other GPUs by their peaks."""
+"""Times of kernels: rooflines by hand, curves through measured points, other GPUs by their peaks."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The choice, on constructed forecasts."""
+"""The choice of a strategy, on constructed estimates."""
 
 import math
 from dataclasses import replace

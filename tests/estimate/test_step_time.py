@@ -1,4 +1,4 @@
-"""Seconds of steps, of traces written by hand."""
+"""Times of steps, from traces written by hand."""
 
 from dataclasses import replace
 from itertools import product

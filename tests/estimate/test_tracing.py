@@ -1,4 +1,4 @@
-"""Steps that are followed without a GPU, compared with steps that run: on this CPU, and on an H200."""
+"""Steps traced without a GPU, compared with steps that run on this CPU and on an H200."""
 
 import gc
 from collections.abc import Callable
@@ -255,7 +255,7 @@ def test_faults_of_the_caller_pass_as_they_are() -> None:
 
 
 def follow_call(call: Callable[[Tensor], Tensor], x: Callable[[TracedStep], Tensor]) -> tuple[Any, list[int]]:
-    """Return the stride and dtype of a result, and what it took in bytes, the input left out."""
+    """Return the stride and dtype of a result, and the bytes that it needed without the input."""
     found = []
 
     def step(followed: TracedStep) -> None:

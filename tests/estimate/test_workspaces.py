@@ -1,4 +1,4 @@
-"""cuDNN's workspaces: what an H200's account of a step says, and what follows from the rule for others."""
+"""cuDNN's workspaces: those measured on an H200, and those that the rule gives for other GPUs."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def test_float32_is_copied_though_channels_are_last():
 
 
 def test_channels_are_filled_up():
-    """Three classes are copied as eight channels of two bytes each, as the account of a V-Net's last layer says."""
+    """Three classes are copied as eight 2-byte channels, as in the memory account of V-Net's last layer."""
     given = sizes(2, 32, 3, 5, 128)
     volumes = (32 + 8) * 2 * 128**3 * 2
     assert 0 <= estimate_workspace("forward", *given, BF16) - volumes - 32 * 8 * 125 * 2 <= 512

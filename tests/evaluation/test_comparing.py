@@ -1,4 +1,4 @@
-"""Paired comparison: SciPy's test on the same numbers, and what is done with cases that have none."""
+"""Paired comparison: SciPy's test on the same numbers, and the treatment of cases without a number."""
 
 import math
 

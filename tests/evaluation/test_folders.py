@@ -1,4 +1,4 @@
-"""Anybody's predictions: files paired, labels found, bad cases named, what evaluate and compare write."""
+"""Scoring any program's predictions: pairing of files, labels, bad cases, files of evaluate and compare."""
 
 import csv
 import json

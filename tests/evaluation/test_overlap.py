@@ -1,4 +1,4 @@
-"""Dice and counts: of labels, of regions, of sparse and of partial annotations, against nnU-Net's own way to count."""
+"""Dice and counts of labels, regions, sparse and partial annotations, against nnU-Net's counting."""
 
 import math
 

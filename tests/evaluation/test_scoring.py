@@ -1,4 +1,4 @@
-"""What is measured of a structure, the rules for those that are absent, and what a summary makes of them."""
+"""The scores of a structure, the rules for absent structures, and the summary."""
 
 import json
 import math
@@ -163,7 +163,7 @@ def test_an_undefined_distance_is_counted_and_in_no_mean(summary):
 
 
 def test_a_summary_comes_back_as_it_was_with_its_infinities(summary, tmp_path):
-    """The keys that nnU-Net's own readers go by come first, and their numbers are those of counts alone."""
+    """The keys of nnU-Net's readers come first, with plain numbers."""
     path = write_summary(complete_summary(summary, ALL, LABELS), tmp_path / "validation" / "summary.json")
     read = read_summary(path)
     assert repr({key: read[key] for key in summary}) == repr(summary)

@@ -1,4 +1,4 @@
-"""Distances between surfaces: by hand, by two ways to find them, and as DeepMind's surface-distance has them."""
+"""Distances between surfaces: by hand, by two algorithms, and by DeepMind's surface-distance."""
 
 import base64
 import json

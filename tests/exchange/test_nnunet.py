@@ -98,7 +98,7 @@ def test_a_folder_is_recognised_and_mirrored_as_its_checkpoint_says(model, caplo
 
 
 def test_label_maps_of_other_plans_are_not_gone_on_with(model, tmp_path):
-    """The weights were the same and the config says nothing of the plans, so that both were mixed in one folder."""
+    """The weights were the same and the config did not contain the plans, so a folder mixed both."""
     predict(model, [STORED / "images"], tmp_path / "out").require_all()
     file = model / "plans.json"
     file.write_text(file.read_text(encoding="utf-8") + "\n", encoding="utf-8")

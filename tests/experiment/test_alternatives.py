@@ -1,4 +1,4 @@
-"""What no memory holds: the error with its remedies, other ways to run a training, and how a user asks for them."""
+"""The out-of-memory error with its remedies: other ways to run a training, and their options."""
 
 import subprocess
 import sys

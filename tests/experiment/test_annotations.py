@@ -1,4 +1,4 @@
-"""The whole way on labels as people have them: a tiny training, its scores, its label maps, and another validation."""
+"""A whole experiment on realistic labels: a tiny training, its scores and label maps, another validation."""
 
 import json
 import math
@@ -113,7 +113,7 @@ def test_what_label_maps_hold_stays_while_a_run_goes_on(tasks, config_file, tmp_
 
 
 def test_batches_of_any_annotation_hold_nothing_that_means_nothing(tasks, config_file):
-    """What is moved, scaled and cut stays among the numbers of the task, and sparse ones see annotated voxels."""
+    """Moved, scaled and cropped labels keep the task's numbers, and sparse ones contain annotated voxels."""
     for annotation in WRITTEN:
         config = configured(config_file, tasks(annotation), "patch.batch=4", "augmentation.rotation.probability=1.0")
         task = load_task(config.data.root)

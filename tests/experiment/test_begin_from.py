@@ -1,4 +1,4 @@
-"""A training begins with whatever predicts, and with weights only; a plan takes over the network that they fit."""
+"""A training starts from any source that predicts, or from weights; a plan copies the network that fits them."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def config_of(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(config_of, tmp_path_factory):
-    """Return a run whose network names its layers twice, and which keeps averaged weights."""
+    """Return a run with averaged weights, whose network has two names for each layer."""
     folder = tmp_path_factory.mktemp("first") / "run"
     train(config_of(folder, DYNUNET))
     return folder

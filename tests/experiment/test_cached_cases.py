@@ -1,4 +1,4 @@
-"""A training whose cases come prepared is the training that would prepare them."""
+"""A training with cached cases equals the training that prepares them."""
 
 import re
 
@@ -18,7 +18,7 @@ ROOM_FOR_SOME = 0.00025  # GiB, of the 0.0004 that the cases of a fold take
 
 
 def test_weights_and_scores_are_the_same_cold_warm_and_without(configured, tmp_path, own_cache, read, caplog):
-    """And whichever cases lie on the device: a CPU holds a second copy where it is given room for one."""
+    """Also for any cases on the device: a CPU stores a second copy if it has room."""
     caplog.set_level("INFO", "volseg")
     outcomes = []
     for name, settings in (

@@ -88,7 +88,7 @@ def test_a_cascade_is_not_exported(stages, tmp_path):
 
 
 def test_masks_lie_where_the_label_map_does():
-    """On a grid whose axes are exchanged and turned, of another spacing, and that begins elsewhere."""
+    """On a grid with exchanged and rotated axes, another spacing and another origin."""
     affine = np.diag([2.0, 2.0, 2.0, 1.0])
     image = MetaTensor(torch.zeros(1, 6, 5, 4), affine=torch.tensor(affine))
     turned = np.array([[0, 0, -1.0, 10], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]])  # 1 mm, from 0 to 10 mm

@@ -141,7 +141,7 @@ def test_ctrl_c_of_several_processes_says_how_to_go_on(start, config_file, tmp_p
 
 
 def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, capsys):
-    """A limit on the size of a file stands for a full disk."""
+    """A limit on file sizes simulates a full disk."""
     monkeypatch.setattr(sys, "argv", ["volseg", "train", str(config_file)])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -178,7 +178,7 @@ def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, ca
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
 def test_what_is_given_in_the_place_of_another_is_told(command, message, config_file, task, tmp_path, monkeypatch):
-    """A run for a config, a config for a run, an image for a data set: what it is, what is needed, what to type."""
+    """A run for a config, a config for a run, an image for a data set: the error says what to type."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained" / "config.yaml").write_text(config_file.read_text(encoding="utf-8"), encoding="utf-8")
@@ -197,7 +197,7 @@ def test_what_is_given_in_the_place_of_another_is_told(command, message, config_
 
 
 def test_the_quickstart_says_first_where_it_lies_and_how_to_go_on(tmp_path, caplog):
-    """Stopped, it named ``RUN``, and nothing on the screen said which folder that was."""
+    """When stopped, it printed ``RUN`` without the folder's name."""
     caplog.set_level("INFO")
     run = tmp_path / "a run"
     with pytest.raises(ConfigError, match="epochs"):

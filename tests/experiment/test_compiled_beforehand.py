@@ -1,4 +1,4 @@
-"""Kernels that are compiled where no GPU is are those that a training on such a GPU asks for."""
+"""Kernels compiled without a GPU are those that a training on such a GPU requests."""
 
 from pathlib import Path
 

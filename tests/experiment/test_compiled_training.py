@@ -1,4 +1,4 @@
-"""Which kernels a training runs with: torch.compile's, the fastest of those that it measures, ours or torch's."""
+"""The kernels of a training: torch.compile's, the fastest measured ones, ours or torch's."""
 
 import logging
 import shutil
@@ -41,14 +41,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch):
-    """Let everything but the kernels be as it is: they take seconds to compile."""
+    """Replace only the kernels, which take seconds to compile."""
     monkeypatch.setattr(compiler_internals, "compile_graph", trace_only)
     monkeypatch.setattr("volseg.experiment.placement.placed_network.explain_no_compiler", lambda device: None)
 
 
 @pytest.fixture
 def told_times(monkeypatch):
-    """Let the steps of each kind run, and take these milliseconds; return what was asked for."""
+    """Run the steps of each kind and report these milliseconds; return the requested kinds."""
     asked, real = [], measured_kernels.time_steps
 
     def time_steps(config, *given, **named):
@@ -78,7 +78,7 @@ def assert_same_state(one, other):
 
 @pytest.fixture
 def fast_on_the_cpu(monkeypatch):
-    """Let the CPU, on which the same functions run as plain torch, stand for a GPU that has the kernels."""
+    """Let the CPU, which runs the same functions in plain torch, replace a GPU with the kernels."""
     monkeypatch.setattr(placed_network, "explain_absence", lambda device: None)
 
 
@@ -206,7 +206,7 @@ def test_a_kind_without_memory_is_none(configured, task, monkeypatch):
 
 
 def measure_together(config_file):
-    """Return what each of two processes takes, and whether the leader alone can run a step meanwhile."""
+    """Return the choice of each of two processes, and whether only the leader can run a step then."""
     config = load_config(config_file, ["training.kernels=measured", "parallel.data=2"])
     task = load_task(config.data.root)
     config, mesh = resolve_mesh(config, CPU)
@@ -242,7 +242,7 @@ def test_replicas_do_not_measure_what_they_cannot_share(configured, task):
 
 @pytest.fixture
 def chosen(configured, task, monkeypatch):
-    """Return what becomes of a network of a config on a GPU, which the CPU stands for."""
+    """Return the form of a config's network on a GPU, simulated by the CPU."""
     rehearse = placed_network._rehearse
     monkeypatch.setattr(placed_network, "explain_absence", lambda device: None)
     monkeypatch.setattr(placed_network, "_rehearse", lambda *given: rehearse(*given[:-1], CPU))

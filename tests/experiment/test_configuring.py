@@ -1,4 +1,4 @@
-"""From a folder of cases to a trained network, without a config or with one that was planned, or begun by `init`."""
+"""From a folder of cases to a trained network, without a config, with a planned one, or from `init`."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def call(*arguments):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Return the folder of four cases of 16 x 16 x 16 voxels or so, the smallest of which a U-Net is planned."""
+    """Return the folder of four cases of about 16^3 voxels, the smallest that a U-Net is planned for."""
     root = tmp_path_factory.mktemp("data") / "Task00_Tiny"
     rng = np.random.default_rng(0)
     for kind in ("imagesTr", "labelsTr"):
@@ -70,7 +70,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def folder(tiny, tmp_path):
-    """Return a copy of the task, whose folder may be written to."""
+    """Return a copy of the task in a writable folder."""
     return shutil.copytree(tiny, tmp_path / tiny.name)
 
 

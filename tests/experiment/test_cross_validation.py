@@ -1,4 +1,4 @@
-"""Folds are ordinary runs; what is gathered is what each of them says; nothing is trained twice."""
+"""Folds are ordinary runs, the summary repeats their scores, and nothing is trained twice."""
 
 import json
 import math
@@ -31,7 +31,7 @@ SHORT = ("training.epochs=1", "training.iterations=1")
 
 @pytest.fixture
 def quick(configured):
-    """Return a config whose folds take less than a second."""
+    """Return a config whose folds train in less than a second."""
     return lambda *overrides: configured(*SHORT, *overrides)
 
 
@@ -43,7 +43,7 @@ def planned(quick, task):
 
 @pytest.fixture
 def finished(cross_validated, planned):
-    """Return a function from numbers of folds to their finished folders, copied to where the quick config's lie."""
+    """Return a function from numbers of folds to finished folds, copied to the quick config's output."""
 
     def copy(*numbers):
         folds = [planned()[number] for number in numbers]
@@ -136,7 +136,7 @@ def test_a_fold_that_was_begun_goes_on_only_when_asked(quick, planned, tmp_path)
 
 @pytest.fixture
 def begun(planned, task):
-    """Return the first fold, whose folder was begun and has no checkpoint."""
+    """Return the first fold, started but without a checkpoint."""
     fold = planned()[0]
     fold.folder.begin(fold.config, load_task(task), fold.split, {"environment.json": {}})
     return fold

@@ -1,4 +1,4 @@
-"""Which series lie in and below a folder, what they are called, and that one file is enough to read one."""
+"""DICOM series in and below a folder, their names, and reading a series from one of its files."""
 
 import shutil
 import struct
@@ -55,7 +55,7 @@ def write_series(tmp_path):
 
 
 def write_object(path, modality, uid):
-    """Write a DICOM file that holds no image, such as a structure set."""
+    """Write a DICOM file without an image, such as a structure set."""
 
     def element(group, number, kind, value):
         value += b"\0" * (len(value) % 2) if kind == b"UI" else b" " * (len(value) % 2)

@@ -1,4 +1,4 @@
-"""A run as one file predicts what the run predicts, anywhere; and nothing of the file is believed unchecked."""
+"""An exported run predicts what the run predicts, anywhere; every part of the file is checked."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from volseg.inference.postprocessing import Postprocessing, Step
 
 @pytest.fixture(scope="module")
 def run(cross_validated):
-    """Return the folder of a run: fold 0 of the cross-validation, which nobody changes."""
+    """Return the shared folder of a run, fold 0 of the cross-validation."""
     return cross_validated / "fold_0"
 
 
@@ -70,7 +70,7 @@ def test_what_was_measured_to_help_goes_along(run, tmp_path):
 
 
 def rewrite(archive, path, change):
-    """Write the archive anew with changed members; ``change`` takes and returns name to bytes."""
+    """Write the archive again with changed members; ``change`` maps names to bytes."""
     with zipfile.ZipFile(archive) as opened:
         members = {name: opened.read(name) for name in opened.namelist()}
     with zipfile.ZipFile(path, "w") as made:
@@ -214,7 +214,7 @@ def test_a_run_on_several_devices_is_exported_from_one(run, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_the_network_of_any_source_is_exported_and_a_bundle_of_nnunets_is_refused(cross_validated, tmp_path):
-    """A bundle would have prepared images otherwise than nnU-Net does, which its config does not say."""
+    """A bundle would prepare images differently from nnU-Net."""
     stored = Path(__file__).parents[1] / "exchange" / "nnunet" / "model"
     fold = shutil.copytree(stored, tmp_path / "nnunet") / "fold_0"
     declared = json.loads((fold.parent / "dataset.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Patches that grow in the course of a training."""
+"""Patches that grow during a training."""
 
 import json
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ class Watch(Hook):
 
 @pytest.fixture(scope="module")
 def grown(task, tmp_path_factory):
-    """Return a training whose patches grow twice, what it saw, and the config that made it."""
+    """Return a training whose patches grow twice, its batches, and its config."""
     folder = tmp_path_factory.mktemp("grown")
     watch = Watch()
     return train(load_config(write_config(task, folder), GROWTH), hooks=[watch]), watch
@@ -67,7 +67,7 @@ def test_a_plan_for_patches_that_grow_lists_nothing_that_the_training_refuses(co
 
 
 def test_what_grows_may_be_computed_again_and_not_cut(configured, grown):
-    """`on_oom: replan` found nothing that takes less, as recomputation was refused with what does cut."""
+    """`on_oom: replan` found no option, because recomputation was refused together with cuts."""
     recomputed = ["parallel={strategy: spatial, devices: 1, checkpoint: all}"]
     again = train(configured(*GROWTH, *recomputed))
     one, other = (latest(run.folder.path) for run in (grown[0], again))

@@ -1,4 +1,4 @@
-"""A training starts in the same way from every layout, draws cases by weight, and predicts the layout's images."""
+"""A training works with every layout, draws cases by weight, and predicts the layout's images."""
 
 import csv
 import json
@@ -100,7 +100,7 @@ def test_a_table_says_how_its_cases_are_split_and_which_are_predicted(configured
 
 
 def test_channels_in_separate_files_train_and_predict(config_file, task, tmp_path):
-    """By the command line, from nnU-Net's raw layout; what is predicted is named after the case, not the channel."""
+    """On the command line, from nnU-Net's raw layout; predictions are named after cases."""
     root = lay_out_nnunet(load_task(task).training, tmp_path / "Dataset001_Two")
     for first in (root / "imagesTr").glob("*_0000.nii.gz"):
         image = nibabel.load(first)
@@ -147,7 +147,7 @@ class Seen(Hook):
 
 @pytest.fixture
 def tabled(task, tmp_path, configured):
-    """Return a function from the column ``weight`` to a config whose data set is a table."""
+    """Return a function from the column ``weight`` to a config with a table as data set."""
 
     def write(*weights, settings=(), name="weight"):
         known = load_task(task)

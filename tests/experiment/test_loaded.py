@@ -1,4 +1,4 @@
-"""Whatever predicts is opened by its path; a model in memory gives the label maps that ``volseg predict`` writes."""
+"""Every source opens by its path; a model in memory gives the label maps that ``volseg predict`` writes."""
 
 import gc
 import json
@@ -39,7 +39,7 @@ def model(trained):
 
 @pytest.fixture(scope="module")
 def predicted(trained, image, tmp_path_factory):
-    """Return what ``volseg predict`` writes for the image."""
+    """Return the label map of ``volseg predict`` for the image."""
     folder = tmp_path_factory.mktemp("predicted")
     made = predict(trained.folder.path, image, folder, overrides=["device=cpu"], probabilities=True).require_all()
     return nibabel.load(next(iter(made.values()))), nibabel.load(next((folder / "probabilities").iterdir()))
@@ -184,7 +184,7 @@ def test_ten_calls_hold_no_more_tensors_than_one(model, image):
 
 
 def shear(affine):
-    """Return an affine whose last row is none of an affine."""
+    """Return an affine with an invalid last row."""
     return affine + np.eye(4)[3][:, None] * [0.001, 0, 0, 0]
 
 
@@ -262,7 +262,7 @@ def folds(cross_validated):
 
 @pytest.fixture
 def changed(folds, tmp_path):
-    """Return a copy of the first run whose file holds another text."""
+    """Return a copy of the first run with another text in one file."""
 
     def change(name, before, after):
         copy = tmp_path / "changed"

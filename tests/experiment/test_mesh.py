@@ -1,4 +1,4 @@
-"""One process and several train the same network to the same weights, whichever way they share the work."""
+"""One process and several train the same network to the same weights, however they divide the work."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("ready_python")
 
 
 class InDouble:
-    """Batches whose images are float64."""
+    """Batches with float64 images."""
 
     def __init__(self, batches):
         self.batches, self.batch_size = batches, batches.batch_size
@@ -43,7 +43,7 @@ class InDouble:
 
 
 def train_in_double(config_file, overrides):
-    """Train one epoch; return what came of it."""
+    """Train one epoch; return the results."""
     config = load_config(config_file, overrides)
     join_processes(config)
     device, chosen = choose_device(config), choose_cases(config)
@@ -93,7 +93,7 @@ MESHES = [
 
 @pytest.fixture(scope="module")
 def trained_alone():
-    """Return what one process came to, by the terms of its training."""
+    """Return the results of one process, by the terms of its training."""
     return {}
 
 
@@ -116,7 +116,7 @@ DETERMINISTIC = ("training.deterministic=true", "patch.batch=4", "training.epoch
 
 @pytest.fixture(scope="module")
 def weights_alone():
-    """Return the weights that one process came to, by its mesh."""
+    """Return the weights of one process, by its mesh."""
     return {}
 
 
@@ -169,7 +169,7 @@ def test_a_run_goes_on_on_another_mesh(config_file, tmp_path):
 
 
 def build_where_measurements_differ(config_file):
-    """Build a model whose layout one process measures as faster in channels last."""
+    """Build a model for which one process measures channels last as faster."""
     config = load_config(config_file, ["parallel.data=2"])
     join_processes(config)
     device, chosen = choose_device(config), choose_cases(config)

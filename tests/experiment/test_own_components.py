@@ -1,4 +1,4 @@
-"""A run with parts of the user's own: trained, gone on with, predicted, validated, by several processes."""
+"""A run with the user's own components: trained, resumed, predicted, validated, on several processes."""
 
 import json
 
@@ -124,7 +124,7 @@ def registered(own):
 
 
 def call(*arguments):
-    """Run the command line, and return what it said."""
+    """Run the command line, and return its output."""
     with as_a_new_process():
         result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == 0, result.exception
@@ -132,7 +132,7 @@ def call(*arguments):
 
 
 def refuse(*arguments):
-    """Run the command line, and return with which words it refused."""
+    """Run the command line, and return its error."""
     with as_a_new_process():
         fault = CliRunner().invoke(app, [*map(str, arguments)]).exception
     assert isinstance(fault, ConfigError), fault
@@ -179,7 +179,7 @@ def test_a_run_with_ones_own_parts_from_training_to_prediction(own, task, tmp_pa
 
 
 def test_a_plan_and_the_largest_patch_are_of_ones_own_parts(own):
-    """What is said to be the largest is planned for again, by itself."""
+    """The reported largest size is planned again separately."""
     config, components = own
     # MONAI's loss looks at the values of class weights, where there are some.
     losses = "losses=[{name: FocalLoss, output: focal}, {name: EdgeLoss, inputs: [boundary, label], output: edge}]"

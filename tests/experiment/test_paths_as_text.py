@@ -1,4 +1,4 @@
-"""Whatever takes a path says so of text too, and mypy holds it to that: strings crashed ten of thirteen calls."""
+"""Every parameter for a path accepts text, and is typed so for mypy: text crashed ten of thirteen calls."""
 
 import importlib
 import inspect
@@ -19,7 +19,7 @@ GIVEN = {"Finding", "RepairedTask", "NnunetModel", "Problem", "Remark"}
 
 
 def find_callables() -> dict[str, object]:
-    """Return what the packages of volseg name in public and what takes a path, by name."""
+    """Return the public functions and classes of volseg with a path parameter, by name."""
     packages = [volseg, *(importlib.import_module(each.name) for each in pkgutil.walk_packages(
         volseg.__path__, "volseg.") if each.ispkg and each.name != "volseg.cli")]  # fmt: skip
     named = {name: getattr(package, name) for package in packages for name in getattr(package, "__all__", ())}

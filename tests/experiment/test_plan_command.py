@@ -123,7 +123,7 @@ def plan_small(vnet, *overrides, **machine):
 
 
 def test_the_average_of_the_weights_is_held_besides(vnet):
-    """A network whose weights are most of what it needs."""
+    """For a network whose memory is mostly weights."""
     wide = ["network={name: UNet, channels: [256, 256], strides: [2]}", "patch={size: [4, 4, 4], batch: 2}"]
     without, held = (
         plan_small(vnet, *wide, f"training.ema={ema}", kind="v100-16").forecasts[0] for ema in ("null", "0.9")
@@ -205,7 +205,7 @@ def sum_losses(losses):
 
 @pytest.mark.parametrize("deep", [False, True], ids=["one output", "deep supervision"])
 def test_losses_and_their_options_are_followed(vnet, deep):
-    """Most of MONAI's sum over ``torch.arange(2, 5).tolist()``: numbers, which a followed step has."""
+    """Most of MONAI's sum over ``torch.arange(2, 5).tolist()``, whose numbers a trace has."""
     plain = [f"{{name: {name}" for name in sorted(LOSSES) if name not in LOSSES_THAT_LOOK_AT_VOXELS]
     dynunet = "{name: DynUNet, filters: [4, 8, 8], kernel_size: [3, 3, 3], strides: [1, 2, 2], deep_supr_num: 1}"
     network = [f"network={dynunet}", "network.deep_supervision=true"] if deep else []
@@ -220,7 +220,7 @@ def test_losses_that_look_at_voxels_are_refused_in_a_sentence(vnet, name):
 
 
 def test_an_optimizer_that_asks_for_lists_is_not_fused_besides(vnet):
-    """On a GPU its training ended in a traceback of torch's, which takes one of them."""
+    """On a GPU torch, which accepts only one of them, ended the training with a traceback."""
     lists, fused = (
         plan_small(vnet, "training.precision=bf16", f"optimizer={{{name}}}", kind="h200").forecasts[0]
         for name in ("name: Adam, lr: 0.1, foreach: true", "name: Adam, lr: 0.1")
@@ -231,7 +231,7 @@ def test_an_optimizer_that_asks_for_lists_is_not_fused_besides(vnet):
 
 
 def test_a_network_of_one_size_is_refused_as_its_training_would_be(vnet):
-    """It was said to be impossible to follow, for the size of a validation's volumes that nobody had named."""
+    """The error was that it cannot be traced, because of the size of a validation's volumes."""
     unetr = "network={name: UNETR, feature_size: 4, hidden_size: 24, mlp_dim: 24, num_heads: 2}"
     sizes = ["patch={size: [32, 32, 32], batch: 2}"]
     with pytest.raises(ConfigError, match=r"takes volumes of \(32, 32, 32\) voxels only; set inference.window to"):

@@ -1,4 +1,4 @@
-"""A prediction that was interrupted goes on, several processes predict what one does, and a failing case is named."""
+"""Interrupted predictions continue, several processes predict what one does, and failing cases are named."""
 
 import csv
 import gzip
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("ready_python")
 
 @pytest.fixture(scope="module")
 def images(task, tmp_path_factory):
-    """Return a folder of images to predict, which nobody may change."""
+    """Return a shared folder of images to predict."""
     folder = tmp_path_factory.mktemp("images")
     for source in sorted((task / "imagesTr").iterdir())[:4]:
         shutil.copy(source, folder)
@@ -39,20 +39,20 @@ def images(task, tmp_path_factory):
 
 @pytest.fixture
 def own_images(images, tmp_path):
-    """Return a copy of the images, which a test may change."""
+    """Return a copy of the images for tests that change them."""
     return shutil.copytree(images, tmp_path / "images")
 
 
 @pytest.fixture(scope="module")
 def predicted(cpu_run, images, tmp_path_factory):
-    """Return what came of a prediction of the images, whose folder nobody may change."""
+    """Return the results of a shared prediction of the images."""
     folder = tmp_path_factory.mktemp("predicted")
     return predict(cpu_run, [images], folder, resume=True)  # begins, as there is nothing to go on with
 
 
 @pytest.fixture
 def output(predicted, tmp_path):
-    """Return a copy of the folder of the prediction, with which a prediction of the same images goes on."""
+    """Return a copy of the prediction's folder, to resume it."""
     return shutil.copytree(predicted.folder, tmp_path / "out")
 
 
@@ -147,7 +147,7 @@ def test_an_image_that_was_replaced_is_predicted_again(cpu_run, own_images, tmp_
 
 
 def test_what_another_prediction_wrote_meanwhile_is_not_taken_for_this_ones(cpu_run, images, output, tmp_path):
-    """Two predictions in one folder: the later began its own record, and the earlier went on to write into that."""
+    """Of two predictions in one folder, the earlier continued to write into the record of the later one."""
     settings = ["inference.mirror=true"]
     earlier = (output / FILE).read_text(encoding="utf-8").splitlines()[1:]
     later = predict(cpu_run, [images], tmp_path / "later", overrides=settings)
@@ -292,7 +292,7 @@ def test_sixty_cases_two_of_them_broken_interrupted_killed_and_started_again(sta
     command = [sys.executable, "-m", "volseg", "predict", str(cpu_run.path), str(images), "-o", str(output)]
 
     def end_by(number, count, *more):
-        """Start a prediction, end it by a signal once so many label maps are there; return what it said."""
+        """Start a prediction, end it by a signal after so many label maps; return its output."""
         running = start([*command, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8")
         while len(contents(output)) < count and running.poll() is None:
             time.sleep(0.005)
@@ -332,7 +332,7 @@ def test_sixty_cases_two_of_them_broken_interrupted_killed_and_started_again(sta
 
 @pytest.fixture
 def scans(task, tmp_path):
-    """Return a folder of scans, one of which is damaged behind its header."""
+    """Return a folder of scans, one of them damaged after its header."""
     folder = tmp_path / "scans"
     folder.mkdir()
     for number, image in enumerate(sorted((task / "imagesTr").glob("*.nii.gz"))[:4]):
@@ -436,7 +436,7 @@ def test_each_case_is_asked_for_once_and_a_process_that_dies_is_named(dying):
 
 
 def test_processes_that_die_before_their_first_case_say_why():
-    """All that was said of each case was: see what became of the other cases."""
+    """The error of each case only referred to the other cases."""
     command = [sys.executable, "-c", "raise SystemExit('the driver is too old')"]
     results = list(predict_in_processes(CASES, [None, None], {}, command))
     assert [result.case for result in results] == [case["case"] for case in CASES]
@@ -450,7 +450,7 @@ def test_an_error_that_is_no_cases_own_ends_all():
 
 
 def list_children():
-    """Return the processes that this one has started; see also `ready_python`, which keeps one."""
+    """Return the child processes of this one; see also `ready_python`, which keeps one."""
     return {
         int(number)
         for file in Path("/proc/self/task").glob("*/children")

@@ -1,4 +1,4 @@
-"""The real hippocampi: a network learns them, and a DICOM series gets a label map on its own geometry."""
+"""The real hippocampi: a network learns them, and a DICOM series gets a label map in its own geometry."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A training step that is out of memory: what is said, and how the run goes on in another way, once."""
+"""A training step that runs out of memory: the error, and the run that continues once in another way."""
 
 import gc
 import subprocess
@@ -59,7 +59,7 @@ def forecast(gib, seconds=1.0, refused=None, **candidate):
 
 @pytest.fixture(autouse=True)
 def known(request, monkeypatch):
-    """Let the CPU stand for a GPU on which a step fits that recomputes its activations."""
+    """Let the CPU simulate a GPU on which a step with recomputed activations fits."""
     if not any(map(request.node.get_closest_marker, ("gpu", "multi_gpu"))):
         answer = Answer(forecasts=(forecast(21, refused="too much"), forecast(9, checkpoint="all", recorded=True)))
         monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: answer)
@@ -87,7 +87,7 @@ def test_without_being_asked_a_run_ends_and_says_what_takes_less(configured):
     ],
 )
 def test_what_a_plan_says_is_told(configured, monkeypatch, answer, lines):
-    """As `volseg plan` on a GPU would have answered: why it forecasts nothing, or what would fit."""
+    """As if `volseg plan` had answered on a GPU: the reason for no estimate, or the options that fit."""
     monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: answer)
     failed = Replanning(configured())
     failed.tried = Candidate()
@@ -98,7 +98,7 @@ def test_what_a_plan_says_is_told(configured, monkeypatch, answer, lines):
 
 
 def test_a_batch_is_part_of_its_step(configured, monkeypatch):
-    """On a GPU it is augmented there: the first one of an epoch found the run at what had been done before."""
+    """On a GPU the batch is augmented, so an epoch's first one failed in the state of the epoch before."""
 
     def fill_memory(batches, epoch, position):
         take_all_memory()
@@ -163,7 +163,7 @@ class Counted(Logger):
 
 
 def test_a_second_attempt_that_cannot_be_built_failed_in_no_step(configured, monkeypatch):
-    """It was told to have failed at the batch at which the first one had."""
+    """The error named the batch at which the first attempt had failed."""
     built = []
 
     def build(*args, **options):
@@ -178,7 +178,7 @@ def test_a_second_attempt_that_cannot_be_built_failed_in_no_step(configured, mon
 
 
 def test_a_run_goes_on_from_its_checkpoint_in_another_way(trained, configured, caplog):
-    """Six batches, of which the fifth fails at first: nothing is trained twice, and nothing is left out.
+    """Six batches, the fifth fails first: none is trained twice or left out.
 
     Nor is a logger made twice: one that opens a server's run in its constructor left one that nobody ended.
     """
@@ -216,7 +216,7 @@ def test_a_run_goes_on_from_its_checkpoint_in_another_way(trained, configured, c
     ],
 )
 def test_what_is_taken_follows_from_forecasts(configured, monkeypatch, gib, taken):
-    """As on a GPU of 16 GiB; the forecasts are given, where a GPU's would be asked for."""
+    """As on a GPU of 16 GiB, with given estimates instead of a GPU's."""
 
     def estimate(checkpoint, needed):
         refused = None if needed <= 16 else "needs more than 16.0 GiB"
@@ -239,7 +239,7 @@ OF_ONE = "parallel={strategy: spatial, devices: [cpu, cpu], on_oom: replan}"
 
 
 def choose(monkeypatch, config, tried, processes, forecasts):
-    """Return how a run goes on whose step was out of memory."""
+    """Return the way in which a run continues after a step ran out of memory."""
     monkeypatch.setattr(replanning, "_forecast", lambda config, tried, more_gpus: Answer(forecasts=forecasts))
     failure = replanning.Failure(where="process 0", at="train", said="full", tried=tried)
     return replanning._choose(config, failure, processes)
@@ -255,7 +255,7 @@ def choose(monkeypatch, config, tried, processes, forecasts):
     ],
 )
 def test_processes_stay_as_many_as_they_are(configured, monkeypatch, settings, processes, tried, taken):
-    """Two processes of a GPU each took a pipeline, for which one of them has two, and ended for want of GPUs.
+    """Two processes with one GPU each chose a pipeline of two GPUs per process, and failed.
 
     One process took slabs that belong to as many processes, and ended; its stages left the GPUs that it names.
     """
@@ -379,7 +379,7 @@ class TooMuch(volseg.Hook):
 
 
 def run_together(start, tmp_path, launcher, config_file, hook, *more):
-    """Train in two processes with the hook; return the status, what was printed batch by batch, and the errors."""
+    """Train in two processes with the hook; return the status, the output by batch, and the errors."""
     (tmp_path / "hook.py").write_text(HOOK, encoding="utf-8")
     settings = [REPLAN, "training.checkpoint_minutes=0", f"hooks=[{{name: TooMuch, {hook}}}]", *more]
     arguments = [part for each in settings for part in ("--set", each)]
@@ -427,7 +427,7 @@ def test_two_processes_that_fail_at_a_time_are_replanned_once(start, config_file
 
 
 def measure_peak(config):
-    """Return the bytes that a training takes from its GPU."""
+    """Return the peak GPU memory of a training, in bytes."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -437,7 +437,7 @@ def measure_peak(config):
 
 @pytest.mark.gpu
 def test_a_gpu_that_is_out_of_memory_goes_on_with_what_fits_it(configured, tmp_path):
-    """The limit lies between what the step takes as it is and what it takes recomputed; both are measured before."""
+    """The limit is between the measured memory of the plain and of the recomputed step."""
     # A recording allocates nothing when it is replayed: what is to fail is the step. Its memory is activations, nearly
     # all: of a V-Net on 96^3 half are weights and what cuDNN computes with, and a UNet's first convolution leaves an
     # eighth of the voxels: recomputation saved 6 % and nothing on an H200.

@@ -1,4 +1,4 @@
-"""The page and the signs that a training leaves of itself, however it ends, and that never cost one."""
+"""A training always writes its report and heartbeat, however it ends, and they never end a training."""
 
 import html
 import math

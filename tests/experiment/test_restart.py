@@ -45,7 +45,7 @@ class Fails(Hook):
 
 
 def damage(path):
-    """Flip a bit in each of 400 bytes: fewer may all lie between two parts, where nothing is stored."""
+    """Flip a bit in each of 400 bytes: fewer could all fall between two parts, where nothing is stored."""
     content = bytearray(path.read_bytes())
     for place in range(len(content) // 2, len(content) // 2 + 400):
         content[place] ^= 1
@@ -73,7 +73,7 @@ def lost(task, tmp_path_factory):
 
 @pytest.fixture
 def half(lost, configured):
-    """Return a copy of the lost run, where the config's run lies."""
+    """Return a copy of the lost run at the output of the config."""
     return RunFolder(shutil.copytree(lost, configured().folder))
 
 
@@ -120,7 +120,7 @@ def test_what_a_killed_process_was_writing_is_removed_when_the_folder_is_locked(
 
 
 def test_damaged_checkpoints_are_passed_over_and_named(trained, configured, half, caplog):
-    """One bit of ``latest.pt``, which was loaded without a word."""
+    """One flipped bit of ``latest.pt`` was silently loaded."""
     names = ("latest.pt", "previous.pt", "best.pt")
     newest, previous, best = (load_checkpoint(half.checkpoints / name).progress for name in names)
     assert previous < newest
@@ -170,7 +170,7 @@ class Windows(Hook):
 
 
 def test_sigterm_is_heeded_between_the_windows_of_one_volume(configured):
-    """It was looked at between cases only, of which one may take minutes."""
+    """It was checked only between cases, and a case may take minutes."""
     hook = Windows()
     config = configured("inference.window=[16, 16, 16]")
     with pytest.raises(SystemExit) as ended:
@@ -252,7 +252,7 @@ def test_a_spot_notice_saves_and_ends_with_the_status_of_sigterm(train_endlessly
     ],
 )
 def test_auto_goes_on_as_the_run_was_begun_where_it_has_as_many_gpus(configured, config_file, begun, asked, gpus):
-    """It chose anew and took sums in another order; a value of the run and one of the config make no third way."""
+    """A new choice changed the order of sums; run and config values must not mix."""
     first = configured(*[f"parallel.{value}" for value in begun])
     first.folder.mkdir()
     (first.folder / "config.yaml").write_text(format_config(first), encoding="utf-8")
@@ -379,7 +379,7 @@ STARTER = f"import os, subprocess, sys; os.environ[{OWN_LAUNCHER!r}] = str(os.ge
 
 
 def test_no_fold_outlives_a_killed_cross_validation(start):
-    """Folds are verbs that volseg starts. This verb waits for its order, which never comes."""
+    """Folds are volseg commands; this one waits for an order that never comes."""
     job = start(
         [sys.executable, "-c", STARTER, sys.executable, "-c", VERB], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

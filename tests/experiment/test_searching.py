@@ -31,7 +31,7 @@ SPACE = "optimizer.lr: {low: 1.0e-3, high: 1.0e-1, log: true}\nschedule.name: [p
 
 @pytest.fixture
 def over(tmp_path):
-    """Return a function that writes what is searched over."""
+    """Return a function that writes the searched ranges."""
 
     def write(text=SPACE):
         (tmp_path / "search.yaml").write_text(text, encoding="utf-8")

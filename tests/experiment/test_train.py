@@ -28,7 +28,7 @@ from volseg.workflow import load_checkpoint
 
 @pytest.fixture
 def outcome(trained, configured):
-    """Return what training by the config came to: a copy, which a test may change."""
+    """Return a copy of the result of training by the config."""
     return replace(trained, folder=RunFolder(shutil.copytree(trained.folder.path, configured().folder)))
 
 
@@ -54,7 +54,7 @@ def test_a_run_folder_describes_the_run_and_holds_the_fold_s_predictions_on_the_
 
 
 class SeeBeginning(Hook):
-    """Look at what a training has read, and still holds, before its first batch."""
+    """Record the cases that a training has read and keeps before its first batch."""
 
     def __init__(self, reads):
         self.reads, self.read, self.held = reads, {}, set()
@@ -178,7 +178,7 @@ def test_a_run_whose_devices_are_gone_names_the_file_to_mend(outcome, configured
 
 
 def test_deterministic_mode_refuses_an_operator_that_sums_in_no_order(configured):
-    """On a CPU every operator of a network is deterministic; a hook stands for one that is not."""
+    """On a CPU all operators are deterministic, so a hook simulates one that is not."""
 
     class Puts(Hook):
         def on_batch_begin(self, training, batch):
@@ -315,7 +315,7 @@ def test_a_run_lost_before_its_first_checkpoint_begins_again_by_resume(configure
 
 
 def test_resume_refuses_cases_that_changed_sides(outcome, configured, task, tmp_path):
-    """A case less shuffles every fold: what was trained on would validate."""
+    """One case less shuffles every fold, so training cases would validate."""
     smaller = shutil.copytree(task, tmp_path / "Task00_Smaller")
     manifest = read_json(smaller / "dataset.json")
     manifest["training"].pop()

@@ -26,7 +26,7 @@ def machines():
 
 
 def outputs(jobs, seconds):
-    """Wait for the launchers; return what each wrote to its error stream."""
+    """Wait for the launchers; return the error stream of each."""
     end = time.monotonic() + seconds
     return [job.communicate(timeout=end - time.monotonic())[1] for job in jobs]
 

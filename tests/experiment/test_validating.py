@@ -1,4 +1,4 @@
-"""A run is validated again by other settings, and a validation decides what `volseg postprocess` changes."""
+"""A run is validated again with other settings, and decides which steps `volseg postprocess` keeps."""
 
 import json
 import shutil

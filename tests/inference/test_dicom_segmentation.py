@@ -1,4 +1,4 @@
-"""DICOM segmentations: the same voxels at the same millimetres, whoever reads them, and nothing that was made up."""
+"""DICOM segmentations have the same voxels in the same places for every reader, and no invented tags."""
 
 import sys
 from pathlib import Path
@@ -43,7 +43,7 @@ TURNED = np.linalg.qr(np.array([[0.9, 0.2, -0.1], [-0.3, 1.0, 0.4], [0.1, -0.2, 
 
 @pytest.fixture
 def write_series(tmp_path):
-    """Return a function that writes slices of 5 columns and 4 rows, with a little of what a scanner would say."""
+    """Return a function that writes slices of 5 columns and 4 rows, with some tags of a scanner."""
 
     def write(axes=STRAIGHT, order=range(6), step=2.0, folder="series", leave_out=(), **values):
         folder = tmp_path / folder
@@ -82,7 +82,7 @@ def labels_for(volume, values, seed=0):
 
 
 def places_by_hand(path):
-    """Return the LPS positions (mm) of each segment's voxels, from the elements of the file alone."""
+    """Return the LPS positions (mm) of each segment's voxels, only from the elements of the file."""
     found = pydicom.dcmread(path)
     shared = found.SharedFunctionalGroupsSequence[0]
     right, down = np.array(shared.PlaneOrientationSequence[0].ImageOrientationPatient, float).reshape(2, 3)

@@ -1,4 +1,4 @@
-"""Label maps on the image's own grid hold the files' values, of classes or of regions painted in order."""
+"""Label maps on the image's own grid contain the files' values, for classes or for painted regions."""
 
 import nibabel
 import numpy as np

@@ -1,4 +1,4 @@
-"""What is removed and filled, and that only what helps is kept."""
+"""Components that are removed and holes that are filled; only steps that help are kept."""
 
 import json
 from itertools import product
@@ -117,7 +117,7 @@ def test_values_of_another_task_are_refused():
 
 @pytest.fixture
 def files(tmp_path):
-    """Return a function that writes predictions and labels and names them as what is judged."""
+    """Return a function that writes predictions and labels and returns them as scored cases."""
 
     def write(*pairs, **settings):
         judged = []
@@ -178,7 +178,7 @@ def test_only_what_helps_is_kept_and_the_scores_are_those_of_the_summary(files, 
 
 
 def test_each_step_is_scored_as_files_changed_by_it_would_be(files, tmp_path):
-    """Scores follow from the changed voxels alone; regions, an ignored value, and values that were not looked for."""
+    """Scores are updated from changed voxels only, with regions, ignored values and partial labels."""
     rng = np.random.default_rng(0)
     task = task_of(NESTED.labels, NESTED.regions, ignore=9)
     pairs = []

@@ -1,4 +1,4 @@
-"""A volume is predicted as it is defined, by one device and by several together."""
+"""Predictions of a volume follow their definition, on one device and on several."""
 
 import copy
 import threading
@@ -185,7 +185,7 @@ def draw_case(shape=(21, 17, 30), spacing=(1.0, 1.2, 0.8)) -> dict:
 
 
 class Counting(nn.Module):
-    """A network that counts its passes, by thread, and computes each window by itself.
+    """A network that counts its passes, by thread, and computes each window separately.
 
     Of several at a time a CPU without AVX-512 computes other last bits than of one, and devices that share a volume
     have other windows in a pass.

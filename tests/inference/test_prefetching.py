@@ -1,4 +1,4 @@
-"""Cases that are read, predicted and written at the same time come to what the plain loop comes to."""
+"""Cases that are read, predicted and written in parallel give the results of the plain loop."""
 
 import gc
 import threading
@@ -51,7 +51,7 @@ def write(tmp_path):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("finishes", [False, True])
 def test_files_are_those_of_the_plain_loop(tmp_path, batch, finishes):
-    """Also of cases whose preparation ends in the thread that computes."""
+    """Also for cases whose preparation ends in the computing thread."""
     cases, model, readers = paths(7), predictor(), set()
 
     def read(case):
@@ -143,7 +143,7 @@ def test_no_more_than_three_cases_are_in_memory(write):
             alive -= 1
 
     class Volume(dict):
-        """A case whose end can be seen."""
+        """A case whose deletion can be observed."""
 
     def read(case):
         nonlocal alive, most

@@ -1,4 +1,4 @@
-"""What a GPU prepares is what the CPU prepares, and where it may not, it is not asked."""
+"""A GPU prepares cases as the CPU does, and is not used where it may not be."""
 
 import copy
 
@@ -22,7 +22,7 @@ GPU = torch.device("cuda")
 
 @pytest.fixture
 def read():
-    """Return a case as a reader makes it, whose axes are flipped and permuted."""
+    """Return a case as from a reader, with flipped and permuted axes."""
     affine = torch.tensor([[0, -0.8, 0, 30], [1.1, 0, 0, -7], [0, 0, 1.5, 2], [0, 0, 0, 1]], dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     return {"case": "ct", "image": MetaTensor(torch.randn(1, 21, 24, 17, generator=generator), affine=affine)}

@@ -1,4 +1,4 @@
-"""A recorded network predicts what it predicts kernel by kernel; what cannot be recorded runs as it is."""
+"""A recorded network predicts what it predicts eagerly; a network that cannot be recorded runs eagerly."""
 
 import logging
 from itertools import pairwise
@@ -168,7 +168,7 @@ def test_a_function_without_fast_kernels_predicts_with_those_of_torch(caplog):
 
 
 class LooksAtValues(nn.Module):
-    """Doubles what is bright, which a recording cannot decide anew."""
+    """Doubles bright values, a decision that a recording cannot repeat."""
 
     def __init__(self) -> None:
         super().__init__()

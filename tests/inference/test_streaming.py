@@ -1,4 +1,4 @@
-"""Streaming: what it holds, what it says, what it leaves out, and what it does when the memory does not suffice."""
+"""Streaming: its memory, its log, its skipped windows, and its strips if memory does not suffice."""
 
 import logging
 
@@ -55,7 +55,7 @@ def test_strips_are_said_in_words(caplog):
 
 
 class Scarce(nn.Module):
-    """A network on a device that holds so many bytes beside it, as CUDA's allocator would say it."""
+    """A network on a device with so many free bytes, reported as by CUDA's allocator."""
 
     def __init__(self, held: list[int], room: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Scarce(nn.Module):
 
 @pytest.fixture
 def held(monkeypatch) -> list[int]:
-    """What the plans hold, one after the other."""
+    """The memory of the plans, one after another."""
     held: list[int] = []
     plan_blend = streaming.plan_blend
 
@@ -144,7 +144,7 @@ def test_entropy_is_0_where_sure_and_1_where_all_classes_are_alike():
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [(32, 32, 32), (64, 64, 64)])
 def test_a_gpu_holds_what_was_planned(window):
-    """Many classes, of which the plain way would hold 40 times as much."""
+    """Many classes, for which the plain way would need 40 times the memory."""
     shape, num_classes = (96, 96, 1200), 100
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -186,7 +186,7 @@ def body_in_air(*shape: int) -> dict:
 
 
 class Counting(nn.Module):
-    """Counts the windows that it sees, and takes air for the last class."""
+    """Counts its windows, and labels air as the last class."""
 
     def __init__(self, classes: int) -> None:
         super().__init__()

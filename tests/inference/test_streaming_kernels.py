@@ -1,4 +1,4 @@
-"""The kernels that blend and decide, against the plain way: on a GPU, or anywhere by Triton's interpreter."""
+"""The kernels that blend and label, against plain torch: on a GPU, or in Triton's interpreter."""
 
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(("axis", "first"), [(0, (5, 0, 1)), (1, (-2, 3, 4)), (2, (1, -1, 12))])
 @pytest.mark.parametrize(("channels_last", "flips"), [(False, []), (True, []), (False, [-3, -1]), (True, [-2])])
 def test_a_window_is_added_as_plain_torch_adds_it(link, num_classes, dtype, axis, first, channels_last, flips):
-    """Along the ring's axis it goes around the end, along the others what lies beside the blend is left out."""
+    """It wraps around along the ring's axis, and is cropped to the blend along the others."""
     window, importance = draw(1, num_classes, *SHAPE).to(dtype), compute_importance(SHAPE, torch.device(DEVICE))
     window = window.to(memory_format=torch.channels_last_3d) if channels_last else window
     sides = [7, 8, 9]

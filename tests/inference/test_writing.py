@@ -1,4 +1,4 @@
-"""Files of label maps, probabilities and entropies: their numbers, their place, and what they say about themselves."""
+"""Files of label maps, probabilities and entropies: their numbers, geometry and headers."""
 
 import json
 import zlib
@@ -54,7 +54,7 @@ def test_written_labels_are_read_back_where_they_were(tmp_path, suffix, affine, 
 
 
 def test_names_and_colours_of_labels_are_in_the_header(tmp_path):
-    """As TotalSegmentator writes them; its reader takes the first extension, any other reader the voxels."""
+    """In TotalSegmentator's form; its reader uses the first extension, other readers only the voxels."""
     names = {1: "left <atrium> & appendage", 2: "a ]]> b", 300: "Ö"}
     image = MetaTensor(torch.rand(1, 5, 6, 7), affine=torch.diag(torch.tensor([-1.0, 1.5, 2.0, 1.0])))
     labels = torch.randint(0, 301, (1, 5, 6, 7), dtype=torch.int32)
@@ -87,7 +87,7 @@ def test_header_codes_are_those_of_the_image(tmp_path, codes):
 
 
 def test_sform_and_qform_of_different_places_are_both_kept(tmp_path):
-    """An image registered to an atlas (sform) keeps its place in the scanner (qform), by which ITK-SNAP shows it."""
+    """An image registered to an atlas (sform) keeps its scanner position (qform) for ITK-SNAP."""
     scanner, atlas = np.diag([-2.0, 1.5, 1, 1]), np.diag([1.0, 1, 1, 1])
     scanner[:3, 3] = 90, -126, -72
     image = nib.Nifti1Image(np.zeros((5, 6, 7), dtype=np.float32), None)

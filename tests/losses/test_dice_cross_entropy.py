@@ -1,4 +1,4 @@
-"""Dice plus cross entropy on shards equals the one on one device."""
+"""Dice plus cross entropy on shards equals that on one device."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_a_volume_that_no_gradient_is_wanted_of() -> None:
 
 
 def test_logits_whose_dims_were_permuted() -> None:
-    """Their gradient has no view with the voxels in one dim, if it lies as they do."""
+    """The gradient of permuted logits may have no view with the voxels in one dim."""
     y = torch.randint(0, 3, (2, 1, 4, 6, 8), dtype=torch.uint8)
     x = logits(8, 6, 4)
     (gradient,) = torch.autograd.grad(dice_cross_entropy(x.transpose(2, 4), y, Terms()), x)

@@ -1,4 +1,4 @@
-"""The loss of what label maps know against nnU-Net's and MONAI's formulas: values and gradients in float64."""
+"""The loss of partial annotations against nnU-Net's and MONAI's formulas: values and gradients in float64."""
 
 import math
 from typing import Any
@@ -51,7 +51,7 @@ def make_label(targets: Targets, batch: int = 2) -> Tensor:
 
 
 def draw(name: str, batch: int = 2) -> tuple[Targets, Tensor, Tensor]:
-    """Return what is known of a task's label maps, logits of it, and label maps."""
+    """Return a task's targets, logits and label maps."""
     return TARGETS[name], make_logits(TARGETS[name], batch), make_label(TARGETS[name], batch)
 
 
@@ -137,7 +137,7 @@ def test_a_fully_labelled_sample_keeps_its_loss_beside_a_partial_one() -> None:
 
 
 def test_a_region_that_may_be_hidden_has_no_loss() -> None:
-    """Looked for: class 3 alone. The background tells nothing of the regions that hold others."""
+    """Only class 3 is labelled, so the background may contain regions of other classes."""
     targets = Targets(num_classes=4, regions=REGIONS, hidden=((0, 1, 2),))
     logits = make_logits(targets, 1)
     label = torch.where(torch.rand(1, 1, *SIZE) < 0.3, 3, 4).to(torch.uint8)
@@ -220,7 +220,7 @@ def test_half_precision_is_summed_in_float32() -> None:
 @pytest.mark.parametrize("terms", TERMS, ids=["plain", "everything"])
 @pytest.mark.parametrize("name", TARGETS)
 def test_loss_of_slabs_equals_loss_of_the_volume(name, terms, dims, grid, sharded_label):
-    """What keeps a column from being judged may lie on another shard."""
+    """The voxels that exclude a column may be on another shard."""
     targets, logits, label = draw(name)
     if targets.hidden:
         label[:, :, :4] = 3

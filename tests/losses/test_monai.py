@@ -1,4 +1,4 @@
-"""Our Dice plus cross entropy against MONAI's: values, gradients, and what is left to MONAI."""
+"""Our Dice plus cross entropy against MONAI's: values, gradients, and the cases that MONAI's code computes."""
 
 import copy
 from typing import Any

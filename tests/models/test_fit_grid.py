@@ -1,4 +1,4 @@
-"""Any size in, the same size out, and nothing else changed."""
+"""`FitGrid` accepts any size, returns the same size, and changes nothing else."""
 
 import copy
 import logging
@@ -94,7 +94,7 @@ class Heads(NamedTuple):
 
 
 class Places(nn.Module):
-    """Give where each voxel lies, on the grid and on the half grid."""
+    """Return the position of each voxel, on the grid and on the half grid."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

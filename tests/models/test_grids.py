@@ -1,4 +1,4 @@
-"""What the rules say against what the networks do."""
+"""The rules for accepted sizes against the networks' behaviour."""
 
 import itertools
 from functools import partial
@@ -84,7 +84,7 @@ def test_swin_unetr_and_unetr():
 
 
 class Thirds(nn.Module):
-    """A user's own network, which divides D by 3, H by 1 and W by 4."""
+    """A user's own network that divides D by 3, H by 1 and W by 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Thirds(nn.Module):
 
 
 class SharesAll(nn.Module):
-    """A module under two names, and a weight in two modules; it takes even sides only."""
+    """A module under two names, and a weight in two modules; it accepts even sides only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class SharesAll(nn.Module):
 
 
 def list_state(net: nn.Module) -> list[object]:
-    """Return everything that a trial may change: which tensors stand where, their values, modes, the generator."""
+    """Return everything that a trial may change: tensors, their values, modes, the generator."""
     parts = list(net.named_modules())
     places = [(name, key, id(tensor)) for name, part in parts for key, tensor in part._parameters.items()]
     values = [(key, tensor.device.type, tensor.tolist()) for key, tensor in net.state_dict().items()]

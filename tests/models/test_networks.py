@@ -1,4 +1,4 @@
-"""Networks by name: defaults, refusals, and the shapes that come out."""
+"""Networks by name: defaults, refusals, and output shapes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The V-Net with kernels and strides per level equals MONAI's, bit for bit, where these are MONAI's."""
+"""With MONAI's kernels and strides per level, our V-Net equals MONAI's bit for bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Loggers: what they hear, what a fault of one does, and the ones of other packages with these packages themselves."""
+"""Loggers: the numbers they receive, the effect of their faults, and the real ones of other packages."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ CONFIG = {"name": "a", "optimizer": {"name": "SGD", "lr": 0.1}, "losses": [{"nam
 
 
 class FinishedTraining:
-    """What the hook reads of a training."""
+    """The attributes of a training that the hook reads."""
 
     is_main_process, epoch, validation, num_batches, finished, history = True, 0, None, 10, True, ()
 

@@ -1,4 +1,4 @@
-"""What the first steps of a training took, beside a forecast, or without one."""
+"""The memory of a training's first steps, with or without an estimate."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Bars on streams that cannot be written; the stream is that of a process, so each is one."""
+"""Progress bars on streams that cannot be written; each test has a process, because the stream belongs to it."""
 
 import errno
 import fcntl
@@ -75,14 +75,14 @@ def test_a_bar_never_ends_a_training(before, stream):
 
 
 def read_log(logs="", more=""):
-    """Return the lines that a program says to what is no terminal."""
+    """Return the lines of a program whose output is not a terminal."""
     before = f"import os; os.environ['VOLSEG_LOGS'] = {logs!r}" if logs else ""
     command = [sys.executable, "-c", BARS.format(before=before) + more]
     return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stderr.splitlines()
 
 
 def run_bars(tmp_path, **variables):
-    """Return what a program says on a terminal of 200 columns, as the lines that it leaves there."""
+    """Return the lines that a program leaves on a terminal of 200 columns."""
     reading, writing = os.openpty()
     fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
     program = tmp_path / "bars.py"
@@ -126,7 +126,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_line_of_the_log_stands_by_itself_above_an_open_bar(monkeypatch):
-    """It stood behind the bar, which was drawn on the same stream."""
+    """It was printed after the bar, on the same line."""
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
@@ -154,7 +154,7 @@ def test_a_bar_is_opened_beside_a_stream_that_cannot_be_flushed(monkeypatch, nam
 
 @pytest.mark.parametrize("before", ["", "sys.stderr = None", "sys.stderr.close()"], ids=["full", "none", "closed"])
 def test_last_words_that_nobody_can_hear_change_no_exit_status(before):
-    """The status was that of the error which writing them raised."""
+    """The error of writing them replaced the exit status."""
     code = f"import sys; {before}\nfrom volseg.lifetime import end_now, say_last\nsay_last('words'); end_now(7)"
     with open("/dev/full", "wb") as full:
         assert subprocess.run([sys.executable, "-c", code], stderr=full, check=False).returncode == 7

@@ -1,4 +1,4 @@
-"""The files by which a training says how far it is: written in pieces, read by others at any moment."""
+"""The files with a training's progress, which others may read at any moment."""
 
 import json
 import math

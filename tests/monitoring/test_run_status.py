@@ -1,4 +1,4 @@
-"""`volseg status`: what is said of a run from outside, and with which exit status."""
+"""The output and exit status of `volseg status`."""
 
 import json
 import os
@@ -44,7 +44,7 @@ ELSEWHERE = replace(HERE, host="another-machine", pid=1)
 
 
 def make_run(folder, status, *, age=0.0):
-    """Write the status of a run whose last heartbeat is so old."""
+    """Write the status of a run with a heartbeat of this age."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text("name: a\n", encoding="utf-8")
     if status is not None:

@@ -1,4 +1,4 @@
-"""Notices of a metadata service that is a real server on this machine."""
+"""Spot notices from a real metadata server on this machine."""
 
 import json
 import threading
@@ -43,7 +43,7 @@ def test_a_service_that_does_not_answer_in_time_is_none(service):
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://[::1"])
 def test_without_a_service_the_training_goes_on_and_that_is_said_once(address, monkeypatch, caplog):
-    """A half IPv6 address ended the watching thread with a traceback, and the training went on unwatched."""
+    """Half an IPv6 address ended the watching thread with a traceback, and spot notices were missed."""
     monkeypatch.setenv(ENDPOINT_VARIABLE, address)
     with heeding_spot_notices("aws", every_seconds=0.01, stop=pytest.fail):
         wait_until(lambda: "no spot notices" in caplog.text, 60)

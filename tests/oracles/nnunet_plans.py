@@ -1,4 +1,4 @@
-"""Write ``tests/planning/nnunet_plans.json``: fingerprints, and what nnU-Net's own planners make of them.
+"""Write ``tests/planning/nnunet_plans.json``: fingerprints, and the plans of nnU-Net's own planners for them.
 
 Needs nnunetv2, which the tests do not: ``python tests/oracles/nnunet_plans.py``. Its planners run as they are,
 but for two things that no figure of the full-resolution plan depends on and that take hours: no 2D network and no

@@ -1,4 +1,4 @@
-"""Write ``tests/equivalence/residual_encoder.json``: what nnU-Net's own residual encoder U-Net puts out.
+"""Write ``tests/equivalence/residual_encoder.json``: outputs of nnU-Net's own residual encoder U-Net.
 
 Needs dynamic_network_architectures, which the tests do not:
 ``python tests/oracles/nnunet_residual_encoder.py``. Weights

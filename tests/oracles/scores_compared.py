@@ -1,4 +1,4 @@
-"""Our scores beside those of independent implementations, written as JSON; and the tests' fixtures.
+"""Compare our scores with those of independent implementations; write JSON, and the tests' fixtures.
 
     pip install --target SITE --no-deps surface-distance medpy panoptica scikit-image connected-components-3d pandas \
         lazy-loader ruamel.yaml plotly narwhals

@@ -1,4 +1,4 @@
-"""Gradients in one piece of memory: gathered, or put to their places as they are computed."""
+"""Gradients in one bucket: gathered, or written to their places as they are computed."""
 
 import pytest
 import torch

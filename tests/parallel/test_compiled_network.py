@@ -1,4 +1,4 @@
-"""A compiled training pass is the network, and nothing of it runs as it is without a word."""
+"""A compiled training pass equals the network, and no part of it silently runs uncompiled."""
 
 import copy
 import gc
@@ -41,7 +41,7 @@ class Heads(nn.Module):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """Let everything but the kernels be as it is: they take seconds to compile."""
+    """Replace only the kernels, which take seconds to compile."""
     monkeypatch.setattr(compiler_internals, "compile_graph", trace_only)
 
 
@@ -229,7 +229,7 @@ def test_breaks_are_told_once(traced, caplog):
 
 
 class Counts(nn.Module):
-    """Another number in each call, which is part of what is compiled."""
+    """Uses another number in each call, which is compiled into the code."""
 
     def __init__(self):
         super().__init__()

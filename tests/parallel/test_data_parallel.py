@@ -1,4 +1,4 @@
-"""``DataParallel``: what training loops do to it, what it refuses, and that it goes on exactly."""
+"""``DataParallel`` in training loops, its refusals, and its exact resumption."""
 
 import copy
 import os
@@ -125,7 +125,7 @@ def keep_names() -> str | None:
 
 
 class Choosing(nn.Module):
-    """Takes one branch or the other, as the process says."""
+    """Chooses one of two branches by the process."""
 
     def __init__(self, last: bool) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def reentrant() -> str | None:
 
 
 class Counting(nn.Module):
-    """Its buffer is of the own rows alone."""
+    """Has a buffer computed from its own rows only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One room asks which devices and processes there are; what it answers."""
+"""The module that reports devices and processes."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ SPARED = {
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Let so many GPUs be visible, of which the last is the current one."""
+    """Make so many GPUs visible; the last is the current one."""
 
     def seen(count):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)

@@ -1,4 +1,4 @@
-"""On one device the fast kernels are the network, with ordinary tensors on both sides."""
+"""On one device the fast kernels equal the network, with ordinary tensors as inputs and outputs."""
 
 import copy
 import pickle
@@ -45,7 +45,7 @@ class Spectral(nn.Module):
 
 
 def step(model, image):
-    """Return outputs and gradients of a step without dropout, whose masks differ."""
+    """Return outputs and gradients of a step without dropout, because masks differ."""
     fine, coarse = model(image)["heads"]
     (fine.square().mean() + F.interpolate(coarse, scale_factor=2).abs().mean()).backward()
     return [fine, coarse, image.grad, *(parameter.grad for parameter in model.parameters()), *model.buffers()]

@@ -1,4 +1,4 @@
-"""The wrapper is the network to a training loop: names, state, modes, copies."""
+"""To a training loop the wrapper is the network: names, state, modes, copies."""
 
 import copy
 import pickle
@@ -73,7 +73,7 @@ def test_an_operator_without_a_sharded_form_is_refused_with_the_name_of_the_pipe
 
 
 def test_strategies_say_what_a_training_loop_asks():
-    """Of a group of processes `tests/experiment/test_parallel.py` tells, which trains in one."""
+    """`tests/experiment/test_parallel.py` tests this for a group of processes."""
     net = nn.Conv3d(1, 2, 3, padding=1)
     cases = (
         (ModelParallel(net, strategy="spatial", devices=["cpu"]), (False, True)),

@@ -1,4 +1,4 @@
-"""What is recorded when, and that processes decide alike; CUDA is not needed for any of it."""
+"""When steps are recorded, and that all processes decide alike; tested without CUDA."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from volseg.parallel.record_policy import MOST_KINDS, Recorder, Recordings
 
 
 class Played:
-    """A recording that says which one it is."""
+    """A recording with a number."""
 
     def __init__(self, name):
         self.name, self.released = name, False

@@ -1,4 +1,4 @@
-"""Memory is counted from the networks that are trained: beside the elements of their convolutions' outputs."""
+"""The memory of trained networks is counted by the elements of their convolutions' outputs."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is found out about a data set, and when it is found out anew."""
+"""The statistics of a data set, and the changes that recompute them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Our plans are nnU-Net's: recorded from its own planners by ``tests/oracles/nnunet_plans.py``."""
+"""Our plans equal nnU-Net's, which ``tests/oracles/nnunet_plans.py`` recorded from its own planners."""
 
 import json
 from pathlib import Path

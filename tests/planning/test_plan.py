@@ -1,4 +1,4 @@
-"""What a plan holds beside nnU-Net's numbers, and how it is written."""
+"""The values of a plan beyond nnU-Net's, and the file that it writes."""
 
 import math
 import re
@@ -19,7 +19,7 @@ CT = Intensities(mean=99.4, std=39.4, median=101, min=-1000, max=3000, percentil
 
 
 def make_fingerprint(shape=(35, 50, 36), spacing=(1.0, 1.0, 1.0), *, count=20, kept=1.0, channels=("MRI",), **facts):
-    """Return the fingerprint of a data set whose cases are all alike."""
+    """Return the fingerprint of a data set with equal cases."""
     cases = tuple(CaseSizes(case=f"case {i}", shape=shape, spacing=spacing, kept=kept) for i in range(count))
     given = {"labels": {0: "background", 1: "organ"}, "intensities": (CT,) * len(channels)} | facts
     return Fingerprint(task="Task11_Test", channels=channels, cases=cases, **given)
@@ -53,7 +53,7 @@ def test_what_is_written_is_what_was_planned(fingerprint, preset, tmp_path):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_number_says_why(preset):
-    """A setting stands under its own reason, or under that of the setting before it in its section."""
+    """A setting has its own reason, or that of the previous setting in its section."""
     for fingerprint in (make_fingerprint(), THICK, LARGE):
         told = set()
         for setting in plan(fingerprint, preset, 80.0).settings:
@@ -220,7 +220,7 @@ def test_smaller_batches_learn_at_smaller_rates():
 
 
 def test_a_few_cases_are_split_as_far_as_they_go(tmp_path):
-    """Five folds of three cases would be refused after the planning."""
+    """Five folds of three cases would be refused after planning."""
     splits = {count: plan(make_fingerprint(count=count)).values()["split"] for count in (1, 3, 5)}
     assert splits == {1: {"validation": "none"}, 3: {"num_folds": 3, "fold": 0}, 5: {"fold": 0}}
     written = write_config(plan(make_fingerprint(count=9), given_folds=4), tmp_path / "plan.yaml")

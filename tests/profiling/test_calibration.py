@@ -1,4 +1,4 @@
-"""Rates of the machine one sits at: kept, and measured anew where the file will not do."""
+"""Rates of this machine are stored, and measured again if the file is invalid."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Kernels of one step found again in another: made up ones, and those that an H200 has run."""
+"""Kernels of one step are matched with those of another: constructed ones, and recorded ones of an H200."""
 
 import gzip
 import json

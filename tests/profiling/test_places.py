@@ -1,4 +1,4 @@
-"""Where a real step is found to be, on a small network."""
+"""The layers that a profiler finds in a real step of a small network."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Traces as torch's profiler writes them, made up: which layer each kernel is found to run for."""
+"""Constructed traces in the form of torch's profiler: each kernel is assigned to its layer."""
 
 import pytest
 from made_up_kernels import event, launched

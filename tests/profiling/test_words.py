@@ -1,4 +1,4 @@
-"""What is said of profiles whose numbers are made up."""
+"""The sentences of profiles with constructed numbers."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""From a file to the file of its label map: every structure lies where it lies in the patient, in mm.
+"""From an image file to its label map, every structure stays at its place in the patient, in mm.
 
 The "network" tells bright from dark voxels, so what it should find is known at every place: two balls of different
 size, off the centre, so that no flip and no swap of axes passes for another.
@@ -37,7 +37,7 @@ RESAMPLED = [{"name": "Orientation"}, {"name": "Spacing", "spacing": [2, 2, 2]},
 
 
 def tell(images):
-    """Return logits whose softmax says how much of a voxel is background and how much one of the balls.
+    """Return logits whose softmax gives the shares of background and of each ball in a voxel.
 
     In proportion: a network that jumped from one to the other would round a surface to whole voxels of its own grid.
     """
@@ -62,7 +62,7 @@ def grids(draw, spacings):
 
 
 def places_of(shape, affine):
-    """Return where each voxel lies, from the centre (mm), ``(D, H, W, 3)``."""
+    """Return the position of each voxel relative to the centre (mm), ``(D, H, W, 3)``."""
     indices = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), axis=-1)
     return indices @ affine[:3, :3].T + affine[:3, 3] - CENTRE
 
@@ -99,7 +99,7 @@ def predict(path, steps, folder, window=(24, 24, 24), mirror=False):
 def test_without_resampling_every_voxel_has_the_label_of_its_place(
     name, grid, target, margin, multiple, window, mirror
 ):
-    """Whatever the format: the label map alone says where its voxels lie."""
+    """In any format, only the label map's own header gives its voxels' positions."""
     steps = [{"name": "Orientation", "axcodes": target}, {"name": "CropForeground", "margin": margin}]
     if np.allclose(np.linalg.norm(grid[1][:3, :3], axis=0), 2.5):
         steps.append({"name": "Spacing", "spacing": [2.5] * 3})
@@ -145,7 +145,7 @@ def test_through_another_spacing_a_structure_stays_where_it_is(grid):
     origin=st.tuples(*[st.floats(-200, 200)] * 3),
 )
 def test_a_place_in_the_patient_keeps_its_value(shape, axes, spacing, origin):
-    """The values are the places themselves: a linear function, which trilinear interpolation returns exactly."""
+    """Values are the positions: a linear function, which trilinear interpolation reproduces exactly."""
     source, target = Grid(shape, place_axes(axes, spacing, 11, origin)), (5, 4, 3)
     target = Grid(target, source.affine @ place_axes("RAS", (0.7, 0.9, 0.8), 0, (1.2, 1.1, 1.3)))
     values, wanted = (
@@ -168,7 +168,7 @@ CODED = {"both": (1, 1), "atlas": (4, 1), "sform alone": (2, 0), "qform alone": 
 
 @pytest.mark.parametrize("codes", CODED.values(), ids=CODED)
 def test_the_label_map_has_the_image_files_sform_and_qform(tmp_path, codes):
-    """The reader takes the sform where there is one, another program the qform: for both it lies on the image."""
+    """The reader uses the sform, other programs the qform; the label map fits the image in both."""
     shape, affine = (30, 20, 40), np.diag([-2.0, 3.0, 1.5, 1.0])
     affine[:3, 3] = CENTRE - affine[:3, :3] @ (np.array(shape) - 1) / 2
     image = nibabel.Nifti1Image(image_on(shape, affine), None)

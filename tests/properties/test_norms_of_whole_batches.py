@@ -1,4 +1,4 @@
-"""Law: a batch norm of a replica takes the statistics of the whole batch, for any tensor that it normalises.
+"""A batch norm of a replica uses the statistics of the whole batch, for any tensor.
 
 A mesh of replicas is compared in float64 with one process that has the whole batch: outputs, every gradient, running
 statistics, a second step, and evaluation afterwards. The norms get pooled volumes, tokens, rows, means of a volume, and
@@ -46,7 +46,7 @@ CALLS = ("module", "functional", "twice", "without gradient")
 
 @dataclass(frozen=True)
 class Norm:
-    """What a norm gets, how forward calls it, and its settings."""
+    """A norm's input, the way forward calls it, and its settings."""
 
     place: str
     call: str = "module"

@@ -48,7 +48,7 @@ BINARY = {
 
 @dataclass(frozen=True)
 class Step:
-    """One node: a layer (by number) or a function, and which earlier values it reads."""
+    """One node: a layer (by number) or a function, with the earlier values that it reads."""
 
     kind: str
     layer: int
@@ -183,7 +183,7 @@ def test_any_network_on_two_gpus_equals_the_plain_one(net, batch, split_size, da
 
 
 class Part(nn.Module):
-    """Three layers; a rule decides which of them are called, and how often."""
+    """Three layers, with a rule for which of them are called, and how often."""
 
     def __init__(self, rule: "Callable[[Part, Tensor], Tensor]") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The rows of a batch that several processes compute are together the batch that one computes, each row once."""
+"""Several processes together compute each row of a batch exactly once."""
 
 from collections import Counter
 from functools import cache
@@ -40,7 +40,7 @@ BUDGETS = st.sampled_from([0, min(SIZES_BYTES), sum(sorted(SIZES_BYTES)[:2]), su
 
 
 class RecordedBank(VolumeCache):
-    """A bank that writes down which boxes it was asked for."""
+    """A bank that records the requested boxes."""
 
     asked = ()
 
@@ -102,7 +102,7 @@ def layouts(draw):
     weights=st.sampled_from([(1, 1, 1), (2, 0, 0.5)]),
 )
 def test_the_rows_of_all_processes_are_the_batch_of_one(layout, budgets, elastic, prefetch, epoch, weights):
-    """Each process's device holds as many cases as it has room for; a batch does not show where its cases lie."""
+    """Each process stores as many cases as its device has room for, which batches do not show."""
     batch_size, processes, start = layout
     made = {"elastic": elastic, "weights": weights}
     whole = list(batches(batch_size, budget_bytes=budgets[0], **made).epoch(epoch, start))

@@ -1,4 +1,4 @@
-"""Random networks on slabs: each equals itself on one device, or is refused with a typed error."""
+"""Random networks on slabs equal themselves on one device, or are refused with a typed error."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -94,7 +94,7 @@ class Averaging(nn.Module):
 
 
 def block(draw: random.Random, noisy: bool) -> nn.Module:
-    """Two convolutions: what is recomputed."""
+    """Two convolutions that are recomputed."""
     spectral = draw.choice([lambda layer: layer, old_spectral_norm, parametrizations.spectral_norm])
     between: list[nn.Module] = [norm(draw), activation(draw)]
     if draw.random() < 0.5:
@@ -171,7 +171,7 @@ class Network(nn.Module):
 
 
 def trajectory(model: nn.Module) -> list[Any]:
-    """Return all that two steps, an evaluation, a head by itself and a third step leave behind."""
+    """Return the results of two steps, an evaluation, a separate head and a third step."""
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     net = model.module if isinstance(model, ModelParallel) else model
     volume = torch.randn(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

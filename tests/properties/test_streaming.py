@@ -1,4 +1,4 @@
-"""Label maps decided slab by slab are those of the plain way: blend all, resample, take the largest."""
+"""Label maps computed slab by slab equal those of the plain way: blend all, resample, take the largest."""
 
 import itertools
 

@@ -183,7 +183,7 @@ def test_every_format_gives_the_bits_of_monais_dynunet(config_of, tmp_path):
 
 
 def shares_within_a_module(network):
-    """Say whether one module has a tensor under two names, which TorchScript refuses."""
+    """Return whether a module has two names for one tensor, which TorchScript refuses."""
     for module in network.modules():
         named = module.named_parameters, module.named_buffers
         own = [id(value) for each in named for _, value in each(recurse=False, remove_duplicate=False)]

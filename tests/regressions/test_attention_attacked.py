@@ -1,4 +1,4 @@
-"""What an attack on written attention and layer norms found: wrong numbers without a word, and networks that broke."""
+"""Written-out attention and layer norms that were silently wrong or broke networks."""
 
 import copy
 import gc
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def calls() -> Iterator[list[str]]:
-    """Let a CPU take the kernels' way, by their plain forms; return what was called."""
+    """Use the plain forms of the kernels on a CPU; return their calls."""
     with attention_by_plain_forms() as found:
         yield found
 
@@ -129,7 +129,7 @@ def test_attention_that_broke(heads: Heads, times: int | None, shards: int, call
 
 
 def test_scores_that_were_changed_behind_a_sum_had_changed_the_sum(calls: list[str]) -> None:
-    """What the sum returned was read after the product, and computed from the scores as they had become."""
+    """The sum was computed after the product, from the changed scores."""
 
     def heads(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         scores = q @ k.mT
@@ -226,7 +226,7 @@ def test_layer_norms_that_broke(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64])
 def test_lines_of_other_types_are_torchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Integers were taken, which torch refuses, and complex numbers."""
+    """Integers, which torch refuses, and complex numbers were accepted."""
     monkeypatch.setattr(layer_norm, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(layer_norm, "available", lambda: True)
     assert not layer_norm.takes_lines(torch.empty(3, 8, dtype=dtype), 8)
@@ -236,7 +236,7 @@ def test_lines_of_other_types_are_torchs(dtype: torch.dtype, monkeypatch: pytest
 
 
 class Thrown(nn.Module):
-    """Throws scores away that nobody has read, which Python collects in one process alone."""
+    """Drops unread scores, which Python collects in one process only."""
 
     def __init__(self, then: str) -> None:
         super().__init__()

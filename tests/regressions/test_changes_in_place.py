@@ -1,4 +1,4 @@
-"""Tensors that were changed in place, hooked or repeated behind an operator that had them computed otherwise."""
+"""Tensors changed in place, hooked or repeated after an operator that deferred them."""
 
 import copy
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def change_addend(*, activated: bool, behind: bool) -> Run:
-    """Return what changes an addend of a norm: in front of the convolution that reads the sum, or behind it."""
+    """Return a change of a norm's addend, before or after the convolution that reads the sum."""
 
     def run(net: RunLayers, x: Tensor) -> Tensor:
         added, normed = net.second(x), net.norm(net.first(x))
@@ -105,7 +105,7 @@ def change_what_was_joined(net: RunLayers, x: Tensor) -> Tensor:
 
 @each_way
 def test_a_bias_gradient_that_would_vanish_is_no_number_where_the_gradient_is_none(way: str) -> None:
-    """Zeros stood there: the norm said of a gradient that it sums to zero, without a look at what it holds."""
+    """The gradient was zeros: the norm assumed a zero sum without reading the values."""
     net = make_net(lambda net, x: net.norm(net.first(x)))
     x = torch.randn(2, CHANNELS, 8, 6, 4)
     x[0, 1, 2, 3, 1] = float("nan")
@@ -173,7 +173,7 @@ one_or_two = pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]], ids
 
 
 def make_repeating(run: Run) -> RunLayers:
-    """Return a convolution with its norm, what is done with both and the image, and a convolution behind."""
+    """Return a convolution with its norm, operations on both and the image, and a convolution after."""
     torch.manual_seed(0)
     first, norm = nn.Conv3d(1, 4, 3, padding=1, bias=False), nn.InstanceNorm3d(4, affine=True)
     own, last = nn.Conv3d(4, 4, 3, padding=1), nn.Conv3d(4, 2, 3, padding=1)
@@ -272,7 +272,7 @@ def test_an_input_that_is_filled_anew_before_the_backward_pass_changes_no_gradie
 
 
 def test_strides_are_told_of_voxels_that_are_evenly_spaced_and_of_no_others() -> None:
-    """A dim of one voxel has any stride. What lies in front was compared with it: rows of 7 were read as of 9."""
+    """A dim of one voxel has any stride, but it was compared: rows of 7 were read as rows of 9."""
     told = 0
     for sides in ((2, 1, 9), (4, 1, 3), (3, 4, 5), (1, 4, 1), (4, 5, 1), (1, 1, 6), (2, 3, 1)):
         whole = torch.arange(2 * 3 * sides[0] * sides[1] * sides[2]).reshape(2, 3, *sides)

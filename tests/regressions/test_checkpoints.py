@@ -1,4 +1,4 @@
-"""Checkpoints and weights that were damaged, odd, or read as other ones than they are."""
+"""Checkpoints and weights that were damaged, unusual, or mistaken for others."""
 
 import copy
 import os
@@ -63,7 +63,7 @@ ODD += [("average", value) for value in ({}, {"updates": 1}, {"average": 1, "upd
 
 @pytest.mark.parametrize(("name", "value"), ODD, ids=[f"{n}: {'missing' if v is MISSING else v}" for n, v in ODD])
 def test_odd_parts_are_told_by_their_name(trained, tmp_path, name, value):
-    """Of 66 such checkpoints 14 ended in a KeyError, TypeError or ValueError."""
+    """14 of 66 such checkpoints ended in a KeyError, TypeError or ValueError."""
     content = {"format": 2, **trained.state_dict()}
     allowed = {("average", None), ("best", None), ("steps_done", 7), ("epoch", 7)}
     if (name, None if value is None else value) in [one for one in allowed if not isinstance(value, dict | list)]:
@@ -89,7 +89,7 @@ def test_odd_parts_are_told_by_their_name(trained, tmp_path, name, value):
     ],
 )
 def test_what_only_a_training_can_judge_is_told_by_its_name_too(trained, tmp_path, change, message):
-    """A state whose optimizer had forgotten everything was taken, and Adam began anew."""
+    """An empty optimizer state was accepted, and Adam started again."""
     path = save_checkpoint(trained.state(), tmp_path / LATEST)
     content = torch.load(path, weights_only=True)
     change(content)
@@ -106,7 +106,7 @@ def test_what_every_optimizer_remembers_is_whole(optimizer):
 
 
 def test_a_checkpoint_is_written_behind_each_whole_step_and_the_one_before_is_kept(tmp_path):
-    """A SIGKILL cost what was trained since the last epoch. Batches 1 and 2 share a step, and batch 3 has its own."""
+    """A SIGKILL lost the training since the last epoch. Batches 1 and 2 share a step; batch 3 has its own."""
     seen = set()
 
     class Look(Hook):
@@ -124,7 +124,7 @@ def test_a_checkpoint_is_written_behind_each_whole_step_and_the_one_before_is_ke
 
 @pytest.fixture
 def threads_start():
-    """Return an event for which every new thread waits before its first line, as on a machine that has much to do."""
+    """Return an event that delays every new thread, as on a busy machine."""
     event = threading.Event()
 
     def hold(*call):
@@ -161,7 +161,7 @@ def test_weights_that_are_no_numbers_never_replace_good_ones(tmp_path, threads_s
 
 
 def test_an_error_lets_the_checkpoint_that_is_written_come_to_its_end(tmp_path, monkeypatch):
-    """A copy that a failed device never made raised before the writer was waited for, which ended with the process."""
+    """An error of a failed copy came before the wait for the writer, which died with the process."""
     is_failed = threading.Event()
     checkpoints = Checkpoints(tmp_path, every_minutes=0, require_folder=is_failed.wait)
     training = made()
@@ -180,7 +180,7 @@ def test_an_error_lets_the_checkpoint_that_is_written_come_to_its_end(tmp_path, 
 
 
 def test_a_folder_that_is_taken_away_in_the_middle_of_a_writing_is_told_as_that(tmp_path):
-    """The disk was said to refuse the file."""
+    """The error blamed the disk."""
     folder = tmp_path / "run"
 
     def require():
@@ -237,7 +237,7 @@ def test_the_best_checkpoint_stays_that_of_its_epoch(tmp_path):
 
 
 def test_a_hook_that_fails_at_the_end_does_not_keep_others_from_saving(tmp_path):
-    """The hooks were told one after the other until one raised, and the checkpoints come last."""
+    """Hooks ran in turn until one raised an error, and the checkpoints come last."""
 
     class Fails(Hook):
         def on_training_end(self, training):
@@ -291,7 +291,7 @@ def config_of(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained_run(config_of, tmp_path_factory):
-    """Return the folder of a trained_run with averaged weights, which tests must not change."""
+    """Return the shared folder of a trained run with averaged weights."""
     return train(config_of(tmp_path_factory.mktemp("run") / "run")).folder.path
 
 
@@ -299,7 +299,7 @@ def trained_run(config_of, tmp_path_factory):
 def test_the_log_counts_each_parameter_once_and_rounds_the_share_down(
     ending, share, trained_run, config_of, tmp_path, caplog
 ):
-    """The log said "100.0% of all weights" after 47 of 49 parameters had got raw weights instead of averages."""
+    """The log said "100.0% of all weights" although 47 of 49 parameters had raw weights, not averages."""
     caplog.set_level("INFO", "volseg.experiment.starting")
     network = load_trained(trained_run).models[0]
     state = {name: value for name, value in network.state_dict().items() if not (ending and name.endswith(ending))}
@@ -423,7 +423,7 @@ def test_files_without_checksums_and_of_two_networks_are_refused(tmp_path):
 
 
 def test_numbers_of_numpy_beside_weights_are_read(tmp_path):
-    """They were refused, with the first line of torch's message, which ends in the middle of a sentence."""
+    """They were refused, with half of the first sentence of torch's message."""
     state = nn.Linear(2, 2).state_dict()
     torch.save(
         {"state_dict": state, "best": np.float64(0.5), "step": np.int64(3), "run": np.str_("x")}, tmp_path / "a.pt"
@@ -475,7 +475,7 @@ def test_two_names_of_one_tensor_with_two_values_are_refused():
 
 
 class Keeps(nn.Module):
-    """A network whose ``state_dict`` holds more than tensors."""
+    """A network whose ``state_dict`` contains more than tensors."""
 
     def __init__(self):
         super().__init__()
@@ -499,7 +499,7 @@ def copy_all(module, state, prefix, metadata):
 
 @pytest.mark.parametrize("copies", [False, True])
 def test_the_extra_state_of_a_network_is_restored(copies, tmp_path):
-    """In `FitGrid` such a network could not be loaded, and ``start_from`` said that its extra state has no place."""
+    """In `FitGrid` such a network could not be loaded, and ``start_from`` refused its extra state."""
     made = []
     for _ in range(3):
         network = Keeps()
@@ -575,7 +575,7 @@ def test_weights_of_another_kind_of_number_are_refused(kind, times):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("times", [1, 2])
 def test_floats_of_other_sizes_are_loaded(dtype, times):
-    """Weights of eight bits ended in an error of torch, which cannot tell whether they are finite."""
+    """8-bit weights ended in an error of torch, which cannot test whether they are finite."""
     network = one_layer(times)
     weight = torch.tensor([[0.5, -2.0, 0.25], [1.0, 0.0, 4.0], [-0.125, 8.0, 3.0]])
     for sign, load in ((1, load_weights), (-1, partial(transfer_weights, stems={}, heads={}))):

@@ -1,4 +1,4 @@
-"""Data sets whose faults passed or stopped the check, were named as something else, or were trained on in silence."""
+"""Data sets whose faults passed the check, stopped it, were misnamed, or were silently trained on."""
 
 import gzip
 import importlib
@@ -84,7 +84,7 @@ def reorder(path, dims, flipped):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_label_in_another_axis_order_is_reordered_without_loss(root, tmp_path, order):
-    """It was said to lie up to 22.8 mm away, with the advice to copy the image's affine, which mirrors the label."""
+    """The error gave a distance of 22.8 mm and advised copying the affine, which mirrors the label."""
     case = Planter(root, "case_00")
     before = np.asarray(nibabel.load(case.label).dataobj)
     reorder(case.label, *ORDERS[order])
@@ -128,7 +128,7 @@ DISGUISES = {
 
 @pytest.mark.parametrize("suffix", DISGUISES)
 def test_a_file_that_is_not_what_its_name_says_is_named_as_what_it_is(root, tmp_path, suffix):
-    """These were called truncated or damaged, and were to be fetched again, which would bring the same file."""
+    """They were called truncated, but fetching them again gives the same files."""
     change, message = DISGUISES[suffix]
     path = tmp_path / f"volume{suffix}"
     path.write_bytes(change((root / "imagesTr" / "case_00.nii.gz").read_bytes()))
@@ -141,7 +141,7 @@ SLIPS = {"lables": "labels", "modalty": "modality", "region": "regions", "tranin
 
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_slip_in_a_manifest_is_named_with_the_key_that_was_meant(root, slip):
-    """A key that is nearly one that is read had no effect, and nothing said so."""
+    """A misspelt key silently had no effect."""
     declared = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
     meant = {"training": [], "ignore": 2}.get(SLIPS[slip], {})
     declared = {slip if key == SLIPS[slip] else key: value for key, value in declared.items()} | {slip: meant}
@@ -163,14 +163,14 @@ ODD_KEYS = {
 
 
 def test_a_key_that_holds_something_else_than_the_one_it_resembles_is_no_slip(root):
-    """Data sets that say how many cases they have (``num_training``), or by whom they are labelled, were refused."""
+    """Data sets with keys such as ``num_training`` or a list of annotators were refused."""
     declared = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
     (root / "dataset.json").write_text(json.dumps(declared | ODD_KEYS), encoding="utf-8")
     assert len(load_task(root).training) == 6
 
 
 def test_a_loss_that_is_no_number_is_first_a_matter_of_the_images():
-    """One voxel of 1e38 made the loss NaN, and the error said to lower the learning rate."""
+    """One voxel of 1e38 made the loss NaN, and the error advised a lower learning rate."""
     losses = EpochLosses(["loss"])
     losses.begin_batch(["case_00"])
     with pytest.raises(
@@ -263,7 +263,7 @@ def test_a_cached_case_of_which_only_the_date_is_new_is_used(batches):
 
 
 def test_threads_that_store_cases_at_once_keep_the_limit(root, tmp_path, monkeypatch):
-    """A thread counted the folder without the files that others were writing, which then exceeded data.cache_limit."""
+    """A thread ignored files that others were writing, so that the cache exceeded data.cache_limit."""
     task, folder = load_task(root), tmp_path / "cache"
 
     def prepare(spacing, **options):
@@ -291,7 +291,7 @@ SIDE = 28
 
 
 def ball(shape, centre, radius):
-    """Return which voxels lie in an ellipsoid."""
+    """Return the voxels inside an ellipsoid."""
     places = (np.indices(shape).T - centre) / radius
     return (np.square(places).sum(-1) < 1).T
 
@@ -349,7 +349,7 @@ def draw_ignored(rng):
 
 
 def draw_points(rng):
-    """Two lesions of a voxel, beside the edge of a mask."""
+    """Draw two lesions of one voxel, next to the edge of a mask."""
     for number in range(30):
         image, organ, spacing = draw_stack(rng)
         if number == 0:
@@ -360,7 +360,7 @@ def draw_points(rng):
 
 
 def draw_chests(rng):
-    """Bones and lungs, of which the first case has lungs only."""
+    """Draw bones and lungs; the first case has lungs only."""
     shape = (SIDE,) * 3
     for number in range(12):
         place = np.array((15, 14, 14)) + rng.uniform(-1, 1, 3)
@@ -634,7 +634,7 @@ def test_channels_that_are_numbered_are_taken_by_their_numbers(tmp_path):
 
 
 def test_regions_of_two_sides_are_not_mirrored_into_each_other():
-    """Only labels were looked through for a left and a right; the values of regions have no such names."""
+    """Only labels were searched for left and right, not regions."""
     case = CaseSizes(case="a", shape=(64, 64, 64), spacing=(1.0, 1.0, 1.0), voxels={0: 1, 1: 1, 2: 1})
     values = {0: "background", 1: "label_1", 2: "label_2", 3: "label_3"}
     regions = {"left lung": (1, 3), "right lung": (2,)}
@@ -644,12 +644,12 @@ def test_regions_of_two_sides_are_not_mirrored_into_each_other():
 
 
 def key_of(folder, task):
-    """Return the name under which the first case would be stored."""
+    """Return the name of the first case's cache file."""
     return CaseCache(folder / "cache", task, build_preprocessing([{"name": "ZScore"}])).key_of(task.training[0])
 
 
 def test_the_reader_of_labels_is_part_of_a_stored_cases_name(folder, tmp_path, monkeypatch):
-    """Readers were looked for among the images alone: labels in a format of one's own were those of its old reader."""
+    """Only readers of images counted, so labels of an own format came from the old reader."""
     (tmp_path / "own_reader.py").write_text("def read(path):\n    raise NotImplementedError\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     task = load_task(folder)

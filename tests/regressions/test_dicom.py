@@ -1,4 +1,4 @@
-"""DICOM that was read wrongly in silence, and DICOM of scanners that was refused.
+"""DICOM files that were silently read wrongly, or refused although scanners write them.
 
 Two times, missing or shuffled frames became a plain stack, and a series took voxel type and rescaling from its first
 slice. Rounded cosines, new UIDs in each file, overlays in unused bits, and padded pixels were refused.
@@ -43,17 +43,17 @@ def expect_stored(path, affine=UPRIGHT, atol=1e-9):
 
 
 def frames(places=PLACES, **described):
-    """Return what writes one file of frames into a folder."""
+    """Return a function that writes one file of frames into a folder."""
     return lambda folder: write_enhanced(folder / "a.dcm", places, **described)
 
 
 def series(count=6, elements=lambda _: {}, **of_all):
-    """Return what writes a file for each slice into a folder."""
+    """Return a function that writes a file for each slice into a folder."""
     return lambda folder: write_series(folder, count, elements, **of_all)
 
 
 def one_file(stored, **elements):
-    """Return what writes several frames as old files have them, without functional groups."""
+    """Return a function that writes several frames in the old form, without functional groups."""
     return lambda folder: write_slice(folder / "a.dcm", 0, stored, **elements).parent
 
 
@@ -77,7 +77,7 @@ def test_a_file_of_frames_and_a_series_of_slices_give_one_volume(tmp_path):
 
 
 def of_frames(sequence, tag, value):
-    """Return what gives each frame a group of one tag."""
+    """Return a function that gives each frame a group of one tag."""
     return lambda index: {sequence: group(**{tag: value(index)})}
 
 
@@ -215,7 +215,7 @@ BY_DETECTOR = {
 
 
 def without(gone):
-    """Return frames of which some are gone, and what is said of them by number."""
+    """Return frames with some missing, and the expected error by number."""
     kept = [position for index, position in enumerate(PLACES) if index not in gone]
     between = rf"a.dcm \(frame {gone[0]}\) and a.dcm \(frame {gone[0] + 1}\), 2 mm elsewhere"
     return frames(kept), rf"(?s)(?=.*not evenly spaced: [46] mm between .*a slice is missing).*{between}"
@@ -293,7 +293,7 @@ def write_halves(folder):
 
 
 def spaced(one, other):
-    """Return slices of two spacings, which are one by rounding, and their affine."""
+    """Return slices of two spacings that are equal up to rounding, and their affine."""
     mean = (float(one) + float(other)) / 2
     slices = series(elements=lambda index: {"PixelSpacing": [[one, one], [other, other]][index % 2]})
     return slices, STACK, [[-mean, 0, 0, 10], [0, -mean, 0, 20], *UPRIGHT[2:]], 1e-9, None

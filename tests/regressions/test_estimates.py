@@ -1,4 +1,4 @@
-"""Forecasts that were wrong, refused or endless, and what following a step did to the process that asked for it."""
+"""Estimates that were wrong, refused or endless, and side effects of tracing on its process."""
 
 import gzip
 import json
@@ -122,7 +122,7 @@ def test_other_threads_have_no_fake_gpus() -> None:
 
 @pytest.fixture
 def uses_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever tests before have asked CUDA: copies of a process that has are told so, where torch is built for it."""
+    """Pretend that CUDA was not used, whatever earlier tests did, because forks would inherit it."""
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
 
 
@@ -236,7 +236,7 @@ def find_use(*overrides: str):
 
 
 def test_batches_on_their_way_and_cublas_beside_them_are_counted():
-    """With growing patches Task04's U-Net took 0.881 GiB reserved; its step by itself was estimated at 0.791."""
+    """With growing patches Task04's U-Net reserved 0.881 GiB; the estimate of the step was 0.791."""
     growth = "patch.growth=[{until: 0.5, size: [24, 32, 24]}]"
     ahead = 2 * 9 * 40 * 56 * 40 * 5  # two batches wait
     beside = estimate_reserve(describe(growth, "data.keep=memory"), 16 * 2**30)[0] - ahead
@@ -301,7 +301,7 @@ def test_depthwise_kernels_take_what_cudas_cores_do():
 
 
 def test_few_taps_of_many_channels_are_as_many_taps_of_one():
-    """A 1 x 1 x 1 convolution of 32 channels, whose row is as long as that of 27 taps, was forecast at 2.3 ms."""
+    """The estimate of a 1^3 convolution of 32 channels, as long as 27 taps, was 2.3 ms."""
     run = make_run("convolution.few_taps._forward_kernel", (1, 32, *(128,) * 3), (64, 32), (1, 64, *(128,) * 3))
     assert run.bytes_moved / 4.8e12 < H200.seconds(run) < 0.6e-3
 
@@ -353,7 +353,7 @@ def test_a_view_by_another_name_is_no_pass_over_memory_and_what_is_filled_is_not
 
 
 def test_a_step_that_would_not_be_recorded_is_forecast_as_it_runs_then():
-    """SGD reads the rate, which a recording has on the GPU: a training went on without, and its plan had nothing."""
+    """SGD reads the rate on the host: the training ran unrecorded, but its plan had no estimate."""
     net = nn.Conv3d(1, 2, 3, padding=1)
 
     def plan_for(*, fused):
@@ -374,13 +374,13 @@ def test_a_step_that_would_not_be_recorded_is_forecast_as_it_runs_then():
 
 
 def trace(net: nn.Module, shape: Sequence[int], candidate: Candidate) -> Sequence[StepTrace]:
-    """Return what a network's steps under autocast take and free."""
+    """Return the allocations and frees of a network's steps under autocast."""
     return trace_candidate(describe_network(net, shape, dtype=torch.bfloat16), candidate, find_kind("h200"))
 
 
 @pytest.mark.parametrize("checkpoint", ["all", "tiled"])
 def test_a_recomputed_step_takes_less_than_a_plain_one(checkpoint):
-    """What a recomputed block saved was kept, to see whether it was changed in place meanwhile.
+    """Saved tensors of a recomputed block were kept to check for changes in place.
 
     Versions were compared by holding the tensors, in a list that a saved-tensor hook held, which autograd holds: V-Net
     took 1438 bytes per voxel with ``checkpoint="all"``, not 777. Results were right, and no test counted bytes.
@@ -481,7 +481,7 @@ def test_a_patch_that_no_gpus_could_hold_is_refused_in_words(request, side, form
 @pytest.mark.parametrize("fixed", [1, 3, 6])
 @pytest.mark.parametrize("per_voxel", [2000, 9000, 12000])
 def test_the_largest_volume_is_found_by_few_traces(fixed, per_voxel):
-    """Each aspect was searched anew, by scaling bytes that every size takes: up to 16 traces, three times the time."""
+    """Each aspect ratio was searched separately: up to 16 traces, three times the time."""
     asked = []
 
     def need(candidate, sides):
@@ -496,7 +496,7 @@ def test_the_largest_volume_is_found_by_few_traces(fixed, per_voxel):
 
 
 def test_what_follows_a_node_within_another_is_the_outer_nodes():
-    """A profile gave what a recomputed block did after its inner backward passes to the layer of the last of these."""
+    """A profile assigned a recomputed block's later work to the last layer of its inner backward passes."""
     event, launched = made_up_kernels.event, made_up_kernels.launched
     node, numbered = "autograd::engine::evaluate_function: ", "Sequence number"
     events = [

@@ -1,4 +1,4 @@
-"""Files that ended the process, took its memory, or hid all other cases behind a traceback.
+"""Files that ended the process, exhausted its memory, or hid all other cases behind a traceback.
 
 A 48 KiB file that claimed 1500 voxels a side took 3.2 GiB; a line of 4000 digits in a NRRD header ended ITK by SIGSEGV;
 a gzip bomb of 4 MiB became 8.2 GiB; a named pipe was waited for without end; one unreadable file hid all other bad.
@@ -44,7 +44,7 @@ def refused(path, match):
 
 
 def nifti(path, shape=(3, 4, 5), dtype=np.int16, kind=nibabel.Nifti1Image, **fields):
-    """Write a header that claims what it likes, with the 120 bytes of `VOXELS` behind it."""
+    """Write a header with any claims, followed by the 120 bytes of `VOXELS`."""
     image = kind(VOXELS.astype(dtype), np.eye(4))
     content = bytearray(image.to_bytes())
     header = kind.header_class(bytes(content[: kind.header_class.sizeof_hdr]), check=False)
@@ -209,7 +209,7 @@ def test_a_packed_claim_is_counted_before_itk_allocates_it(tmp_path):
 @pytest.mark.parametrize("size", [None, 0, -20])
 @pytest.mark.parametrize("suffix", [".mha", ".mhd"])
 def test_packed_voxels_of_a_wrong_size_are_no_memory_of_itks(tmp_path, suffix, size):
-    """Without the right CompressedDataSize ITK returned what was in its memory, with a line on stderr and no error."""
+    """With a wrong CompressedDataSize ITK returned its memory, with a line on stderr but no error."""
     sitk = pytest.importorskip("SimpleITK")
     path = tmp_path / f"x{suffix}"
     sitk.WriteImage(sitk.GetImageFromArray(VOXELS.T), str(path), useCompression=True)
@@ -235,7 +235,7 @@ def test_fields_of_ones_own_are_read(tmp_path):
 
 
 def test_every_exception_of_a_reader_is_one_named_case(tmp_path, monkeypatch):
-    """Whatever a parser raises: a MemoryError of one file hid which others were bad."""
+    """Whatever a parser raises: one file's MemoryError hid all other bad files."""
     task = load_task(make_task(tmp_path / "Task00_Made", num_cases=6, num_test=0))
     faults = [MemoryError(), RuntimeError("GDCM"), RecursionError("deep"), ValueError("odd"), OverflowError("large")]
     bad = {str(case["image"]): fault for case, fault in zip(task.training, faults, strict=False)}
@@ -286,7 +286,7 @@ KINDS = ["nii", "nii.gz", "nrrd", "nhdr", "mha", "mhd", "dicom"]
 
 
 def attack(kind, first, last, folder):
-    """Read so many damaged files in a process of limited memory; return what became of each."""
+    """Read so many damaged files in a process of limited memory; return the result of each."""
     if not kind.startswith("nii"):
         pytest.importorskip("SimpleITK")
     command = [sys.executable, str(SCRIPT), kind, str(first), str(last), str(folder)]

@@ -1,4 +1,4 @@
-"""Stories of fused operators whose history, or whose digits, were not the plain network's."""
+"""Fused operators whose history or digits differed from the plain network's."""
 
 import copy
 from collections.abc import Callable
@@ -121,7 +121,7 @@ def change_a_gradient_unseen(net: RunLayers, x: Tensor) -> Tensor:
     ],
 )
 def test_gradients_are_those_of_the_plain_network(run, way):
-    """An activation joined a norm that was called in another mode, and took the norm's history for its own.
+    """An activation used the history of a norm that was called in another mode.
 
     Under ``no_grad`` it was differentiated, and a slope behind a norm under ``no_grad`` got no gradient. What a forward
     froze for a while stayed frozen where its recomputation ended early.
@@ -162,7 +162,7 @@ each_device = pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu:1"]])
 
 
 def run_on_slabs(read: Callable[[RunLayers, Tensor], Any], devices: list[str], x: Tensor) -> tuple[Tensor, RunLayers]:
-    """Return what a function makes of the layers and an image on slabs, under autocast, and the layers."""
+    """Return a function's result for layers and an image on slabs, under autocast, and the layers."""
     net = make_net(read)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return whole(ModelParallel(net, strategy="spatial", devices=devices)(x)), net
@@ -203,7 +203,7 @@ def test_what_is_computed_from_an_upsampled_volume_has_torchs_digits(devices: li
 
 
 def test_what_reads_rounded_digits_is_listed() -> None:
-    """A function that nobody thought of gets all digits; in a recorded step these alone may have fewer."""
+    """Unlisted functions get all digits; in a recorded step only listed ones may get fewer."""
     rounded = {entry.name for entry in TABLE.values() if entry.rounded and entry.family != "Metadata and autograd"}
     convolutions = {f"torch.conv{kind}{count}d" for kind in ("", "_transpose") for count in (1, 2, 3)}
     norms = {"F.batch_norm", "torch.batch_norm", "F.instance_norm", "F.group_norm", "torch.group_norm"}
@@ -288,7 +288,7 @@ def test_an_upsampled_volume_has_all_digits_where_autocast_is_off_again(devices:
 
 @each_device
 def test_a_hook_on_what_was_read_with_all_digits_is_refused(devices: list[str]) -> None:
-    """That gradient does not come by: what the hook returned was lost without a word."""
+    """The gradient bypasses the hook, whose result was silently lost."""
 
     def read(net: RunLayers, x: Tensor) -> Tensor:
         upsampled = upsample(net, x)
@@ -301,7 +301,7 @@ def test_a_hook_on_what_was_read_with_all_digits_is_refused(devices: list[str]) 
 
 
 def test_an_upsampled_result_that_was_changed_stays_changed() -> None:
-    """What is counted once more is what nobody has touched."""
+    """Only unchanged results are recomputed."""
     x = draw_image()
     found, _ = run_on_slabs(lambda net, x: upsample(net, x).relu_(), ["cpu"], x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -322,7 +322,7 @@ def test_what_is_no_network_is_refused_by_name(net: Any) -> None:
 
 
 def make_checked(run: Callable[[RunLayers, Tensor], Tensor]) -> RunLayers:
-    """Return convolutions and a norm, and what is done with them."""
+    """Return convolutions and a norm, and operations on them."""
     torch.manual_seed(0)
     first, second = nn.Conv3d(2, 4, 3, padding=1), nn.Conv3d(4, 4, 3, padding=1)
     norm, psi = nn.InstanceNorm3d(4, affine=True), nn.Conv3d(4, 1, 1)

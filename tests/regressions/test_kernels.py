@@ -1,4 +1,4 @@
-"""Kernels that were right by the interpreter or for one sample, and wrong on a GPU or for several."""
+"""Kernels that were right in the interpreter or for one sample, but wrong on a GPU or for several."""
 
 import math
 
@@ -35,7 +35,7 @@ def find_terms(kind: str) -> tuple[torch.Tensor, Term]:
 @with_kernels
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_passes_through_a_norm_and_its_activation(kind):
-    """A norm whose statistics are NaN with an ELU behind it gave 0 everywhere: the loss stayed a number.
+    """A norm with NaN statistics and an ELU gave 0 everywhere, so the loss stayed finite.
 
     ``tl.minimum`` of NaN and 0 is 0 on a GPU, and NaN by the interpreter.
     """

@@ -1,4 +1,4 @@
-"""Operators on slabs that gave other numbers than torch, beside it in float64; "cpu:1" is copied to as a second GPU."""
+"""Operators on slabs that differed from torch in float64; "cpu:1" acts as a second GPU."""
 
 import copy
 from collections.abc import Callable
@@ -261,7 +261,7 @@ def test_a_plane_that_is_returned_after_the_volume_changed_is_refused() -> None:
 
 @pytest.mark.parametrize("devices", SHARDS, ids=len)
 def test_a_view_within_slabs_is_one(devices: list[str]) -> None:
-    """What lies within the slabs is a view here too: changed through it, and seen through it."""
+    """A view within the slabs is a view here too: changes pass through in both directions."""
     results = []
     for x in (image(), sharded(image(), devices)):
         y = x * 1.0

@@ -37,7 +37,7 @@ def draw(seed):
 
 
 def make(root, names, **entries):
-    """Write a data set in MSD's layout; ``entries`` are what it says of its cases besides."""
+    """Write a data set in MSD's layout, with additional ``entries`` of its cases."""
     training = []
     for place, name in enumerate(names):
         files = {"image": f"imagesTr/{name}.nii.gz", "label": f"labelsTr/{name}.nii.gz"}

@@ -1,4 +1,4 @@
-"""What a pipeline got wrong in silence, or failed at without a reason."""
+"""Pipelines that were silently wrong, or failed without a reason."""
 
 import copy
 import ctypes
@@ -123,7 +123,7 @@ CHANGES: dict[str, Callable[[RunLayers], object]] = {
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_recording_notices_what_forward_reads(kind, monkeypatch):
-    """A replay went on with objects, globals and forwards as they were when it was recorded."""
+    """A replay used objects, globals and forwards of the time of recording."""
     monkeypatch.setitem(SETTINGS, "alpha", 1.0)
     monkeypatch.setattr(SHARED, "alpha", 1.0)
 
@@ -157,7 +157,7 @@ keeping.lengths = []
 
 @pytest.mark.parametrize(("was_trained", "asked"), [(False, 2), (True, 1)])  # before there is an attribute, and with it
 def test_kept_features_do_not_ask_again(was_trained, asked):
-    """Another number of samples is run once, not before every batch of a network that keeps what it computed.
+    """Another number of samples runs once, not before every batch of a network that caches results.
 
     A network that was trained before, and keeps features with their history, could not be placed.
     """
@@ -188,7 +188,7 @@ def test_kept_features_do_not_ask_again(was_trained, asked):
     ids=["as long as a micro-batch", "its number of samples", "a loss", "no tensor", "none of the first"],
 )
 def test_output_that_cannot_be_joined_is_refused(split_size, second, message):
-    """The mean over a micro-batch of one was joined as a sample; what the first returned stood for all of them."""
+    """A mean over a micro-batch of one was joined as a sample, and the first value was used for all."""
     x = torch.cat([-volumes(2).abs(), volumes(2).abs()])
     with pytest.raises(ParallelError, match=message):
         pipeline(chain(lambda net, x: (net.b(net.a(x)), second(net, x))), split_size)(x)
@@ -223,7 +223,7 @@ def test_argument_as_long_as_the_batch_by_accident(record):
 
 
 def test_argument_that_could_be_either_is_refused_until_it_is_declared():
-    """A length cannot tell what has a row per sample."""
+    """The length does not determine which arguments have a row per sample."""
     net = chain(lambda net, x, table: net.b(net.a(x)) * table.mean())
     x, table = volumes(), torch.randn(4).double()
     with pytest.raises(ParallelError, match=r"number 0 .*, number 1 \(4,\) are as long as the batch.*batched=\["):
@@ -249,7 +249,7 @@ def test_declared_argument_may_be_passed_by_position_and_by_name(batched):
 
 
 def test_error_of_the_network_itself_is_its_own():
-    """Looking for the batch must not hide what is wrong with the call."""
+    """The search for the batch must not hide an error of the call."""
     with pytest.raises(RuntimeError, match=r"expected input.* to have 2 channels"):
         pipeline(chain(lambda net, x: net.b(net.a(x + 1))))(volumes(channels=3))
 
@@ -308,7 +308,7 @@ def test_members_that_are_equal_to_python_are_told_apart():
 
 
 def share(net: RunLayers, x: Tensor) -> Tensor:
-    """Let the gradient of what ``b``'s stage received last be that of ``own`` too, to which autograd adds in place."""
+    """Share the last gradient of ``b``'s stage with ``own``, to which autograd adds in place."""
     first = net.a(x)
     second = first * 2
     own = net.b(first)
@@ -329,7 +329,7 @@ class LateCopy:
 
 
 def test_gradients_are_not_changed_before_a_side_stream_has_copied_them(monkeypatch):
-    """Autograd added in place to a gradient that it held alone, while a copy to another GPU still read it.
+    """Autograd added in place to a gradient while a copy to another GPU still read it.
 
     Random networks on two GPUs had wrong gradients, other ones each time.
     """

@@ -1,4 +1,4 @@
-"""How processes of a job ended: missed, aborted, or told to have failed with their work done."""
+"""Processes of a job that were missed, aborted, or reported as failed after finishing their work."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def put_down(store, leaving):
 
 
 def watch(store, seconds, members=MEMBERS):
-    """Return a supervision, what ends its process, and an event for that."""
+    """Return a supervision, the error that ends its process, and an event for it."""
     ended, told = [], threading.Event()
     watching = Supervision(store, 0, members, seconds, lambda cause, stack: (ended.append(cause), told.set()))
     return watching, ended, told
@@ -174,7 +174,7 @@ def test_what_others_registered_for_the_exit_before_is_run() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="asks Linux for a full disk")
 def test_what_could_not_be_written_at_the_end_is_no_success() -> None:
-    """Components of one's own print; what stood in the buffer was lost with exit status 0."""
+    """Output that own components printed was lost from the buffer, with exit status 0."""
     code = (
         "from volseg.lifetime import end_at_exit; ending = end_at_exit(); ending.status = 0; print('the only result')"
     )
@@ -213,7 +213,7 @@ time.sleep(600)
 
 
 def is_gone(pid: int) -> bool:
-    """Say whether a process has ended, also where nobody has asked for its status yet."""
+    """Return whether a process has ended, even before its status was read."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -223,7 +223,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture
 def family(start, tmp_path):
-    """A process without an own launcher, and its child, which another thread has started."""
+    """A process without its own launcher, and a child started by another thread."""
     (tmp_path / "child.py").write_text(CHILD, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != OWN_LAUNCHER}
     parent = start(
@@ -267,5 +267,5 @@ def listener_that_fails_late():
 
 @pytest.mark.usefixtures("ready_python")
 def test_a_listener_that_fails_after_the_work_ends_no_process_alone():
-    """One process raised the listener's error, and the others went on with all results."""
+    """One process raised the listener's error, but the others continued with all results."""
     assert in_group(2, listener_that_fails_late) == [[0, 1], [0, 1]]

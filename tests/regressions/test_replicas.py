@@ -1,4 +1,4 @@
-"""Faults found in replicas of a network: what differs between processes, norms past the modes, and errors of one."""
+"""Faults of replicas: differences between processes, norms in other modes, and errors of one replica."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -159,7 +159,7 @@ def checkpoint_twice(net: RunLayers, x: Tensor) -> Tensor:
 
 
 def share_with_a_reentrant_checkpoint() -> str | None:
-    """The backward pass of a block runs within another one: what both gave a parameter was summed twice."""
+    """A block's backward pass runs within another, and a parameter's gradients were summed twice."""
     model = wrap_pipeline(RunLayers(checkpoint_twice, own=nn.Conv3d(1, 1, 3, padding=1)).double())
     return expect_refusal("use_reentrant=False", lambda: take_step(model, draw()))
 
@@ -296,7 +296,7 @@ def test_sums_of_rounds() -> None:
 
 
 class Batches:
-    """Three batches of two samples, of which each process has one."""
+    """Three batches of two samples, one for each process."""
 
     batch_size = 2
 
@@ -418,7 +418,7 @@ PLAIN, HIDDEN = ("module", "kept", "reentrant"), ("function", "hidden")
 
 
 class Squeezed(nn.Module):
-    """Gates a volume by one value per sample and channel, which comes out of a batch norm."""
+    """Gates a volume by one value per sample and channel from a batch norm."""
 
     def __init__(self, way: str = "module") -> None:
         super().__init__()

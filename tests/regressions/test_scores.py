@@ -1,4 +1,4 @@
-"""Predictions and scores that were wrong in silence."""
+"""Predictions and scores that were silently wrong."""
 
 import itertools
 import json
@@ -155,7 +155,7 @@ VOXELS = {"nothing": (), "one": (1,), "two": (2,), "both": (1, 2)}
 
 
 def make_case(name, reference, found):
-    """Return a case of a row of voxels, whose image is what the predictor finds."""
+    """Return a case of a row of voxels, whose image equals the prediction."""
     rows = []
     for labels in (reference, found):
         row = torch.zeros(1, 3, 3, 8)

@@ -198,7 +198,7 @@ def test_names_reach_the_terminal_and_the_report_as_text(start, tmp_path):
 
 
 def test_suggested_commands_hold_no_shell_characters_of_a_foreign_run(tmp_path):
-    """Shell characters of a foreign run stood in the suggested command for its missing component."""
+    """The suggested command for a missing component contained shell characters of a foreign run."""
     source = {"file": "$(reboot).py", "sha256": "0" * 64}
     recorded = [{"kind": "network", "name": "Absent", "from": source}]
     (tmp_path / "components.json").write_text(json.dumps(recorded), encoding="utf-8")

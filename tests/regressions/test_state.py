@@ -1,4 +1,4 @@
-"""State has one owner: stories of networks whose state, arguments or random numbers were another one's."""
+"""State has one owner: networks whose state, arguments or random numbers leaked into others."""
 
 import copy
 from collections.abc import Callable
@@ -183,7 +183,7 @@ class Random(nn.Module):
 
 
 def test_the_numbers_after_a_recomputation_are_those_of_the_plain_loop() -> None:
-    """What is drawn behind backward() goes on from the forward pass, not from the recomputation."""
+    """Draws after backward() continue from the forward pass, not from the recomputation."""
     model = spatial(nn.Sequential(Random()).double(), checkpoint="all")
     output = model(volume())
     state = torch.get_rng_state()
@@ -275,7 +275,7 @@ def test_random_volumes(draw: Callable[[Tensor], Tensor], mean: float, deviation
 
 @pytest.mark.parametrize("devices", [["cpu"], ["cpu"] * 2], ids=len)
 def test_a_first_layer_in_place_changes_the_callers_tensor(devices: list[str]) -> None:
-    """It changed what lay on the first device, and left the rest."""
+    """It changed only the part on the first device."""
     net = nn.Sequential(nn.LeakyReLU(0.5, inplace=True), convolution()).double()
     ours = volume()
     theirs = ours.clone()
@@ -285,7 +285,7 @@ def test_a_first_layer_in_place_changes_the_callers_tensor(devices: list[str]) -
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
 def test_a_first_layer_in_place_on_copies_is_refused(needs_gradient: bool) -> None:
-    """The caller's tensor would keep what it has on the other devices, and autograd would not know of the change."""
+    """The caller's tensor would keep other devices' parts, and autograd would miss the change."""
     model = spatial(nn.Sequential(nn.LeakyReLU(0.5, inplace=True), convolution()).double())
     given = volume().requires_grad_() * 1 if needs_gradient else volume()
     with pytest.raises(UnsupportedOperatorError, match=r"changes its input .* in place"):

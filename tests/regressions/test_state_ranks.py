@@ -1,4 +1,4 @@
-"""The rules of ``test_state`` where each process holds one slab, and what only processes can do: differ."""
+"""The rules of ``test_state`` with one slab per process, and differences between processes."""
 
 import copy
 import random
@@ -38,7 +38,7 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def alike(tensor: Tensor) -> bool:
-    """Say whether all processes hold the same."""
+    """Return whether all processes have the same values."""
     everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, tensor.detach().contiguous())
     return all(torch.equal(other, tensor) for other in everyone)
@@ -140,7 +140,7 @@ def activate(net: RunLayers, x: Tensor) -> Tensor:
 
 
 def zero_a_plane(net: RunLayers, x: Tensor) -> Tensor:
-    """Change what one process owns: only it noticed, and the other one waited for it."""
+    """Change one process's plane: only that process noticed, and the other waited for it."""
     x[:, :, 0] = 0
     return net.layer(x)
 
@@ -154,7 +154,7 @@ def input_in_place() -> str | None:
 
 
 def replicas() -> str | None:
-    """Two replicas of one shard: a block's parameters are averaged, and recomputed; a head by itself is refused."""
+    """Two replicas of one shard: a recomputed block's parameters are averaged; a separate head is refused."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "spatial"))
     build: Callable[[], nn.Module] = lambda: nn.Sequential(convolution(1, 2), nn.PReLU(2), convolution(2, 1))  # noqa: E731
     torch.manual_seed(dist.get_rank())
@@ -195,14 +195,14 @@ def expect_refusal_in_step(model: nn.Module, wrong: int, change: Callable[[], An
 
 
 def relaid_in_one_process() -> str | None:
-    """The first pass compares the networks; then one process's weights were laid out anew, and sums went astray."""
+    """After the comparison in the first pass one process's weights changed layout, and sums were wrong."""
     model = spatial(nn.Sequential(convolution(1, 2), convolution(2, 3)))
     relay = partial(model.module.to, memory_format=torch.channels_last_3d)
     return expect_refusal_in_step(model, 2, relay, "a parameter of shape (3, 2, 3, 3, 3)")
 
 
 def used_in_one_process() -> str | None:
-    """A parameter that one shard alone used was added to another one's gradient, or was waited for for ever."""
+    """A parameter used by one shard only was added to another gradient, or awaited forever."""
 
     def forward(net: RunLayers, x: Tensor) -> Tensor:
         x = net.a(x)
@@ -222,7 +222,7 @@ def used_in_one_process() -> str | None:
 
 
 def assign_planes_of_one_process() -> None:
-    """The planes fell to one process, whose backward pass waited for ever for the other's part of their gradient."""
+    """All planes belonged to one process, whose backward pass waited forever for the other's part."""
 
     def forward(net: RunLayers, x: Tensor) -> Tensor:
         y = net.layer(x) * 1.0
@@ -258,5 +258,5 @@ def message_groups_of_two_models() -> tuple[bool, bool]:
 
 
 def test_models_of_one_group_send_their_batches_messages_through_one_group_of_gloo() -> None:
-    """Each model made one of its own at its first batch, which torch holds for as long as the process lives."""
+    """Each model created a group at its first batch, which torch keeps until the process ends."""
     assert in_group(2, message_groups_of_two_models) == [(True, True)] * 2

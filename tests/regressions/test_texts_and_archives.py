@@ -40,7 +40,7 @@ def test_an_ambiguous_or_unbounded_setting_is_refused(request, setting, message)
 
 
 def test_keys_with_the_same_hash_are_refused():
-    """Reading a megabyte of them took half a minute, as each collides with all others in a dictionary."""
+    """A megabyte of them took half a minute, because all collide in a dictionary."""
     text = "\n".join(f"{(2**61 - 1) * (1000 + number)}: 1" for number in range(10))
     with pytest.raises(ConfigError, match=r"a key is the number .* more than 64 bits\n  in line 1"):
         parse_yaml(text, "x")

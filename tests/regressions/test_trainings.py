@@ -1,4 +1,4 @@
-"""What trainings, their plans, their pages and what they tell of themselves had wrong."""
+"""Errors in trainings, their plans, pages and records."""
 
 import base64
 import errno
@@ -203,7 +203,7 @@ def test_the_spacing_step_reaches_network_and_augmentation_and_resuming_takes_th
 
 
 def test_without_a_spacing_step_the_datas_median_is_taken_and_kept(config, augmentations, tmp_path):
-    """The cases' own sides after orientation; they stand in the run folder, so that other data change nothing."""
+    """The cases' sides after orientation, stored in the run folder, so that other data change nothing."""
     stretched = tmp_path / "Task00_Stretched"
     make_task(stretched, num_cases=4, num_test=0)
     for path in stretched.glob("*/*.nii.gz"):
@@ -293,7 +293,7 @@ def test_the_new_place_of_the_first_stage_can_be_named(second, tmp_path, caplog)
 
 
 def test_a_forecast_counts_the_masks_of_the_first_stage(second):
-    """With `--channels` and `--classes`, or by what is published, only the channels of the image were counted."""
+    """With `--channels` and `--classes`, or published numbers, only image channels were counted."""
     assert load_facts(second, channels=1, classes=3).task.num_inputs == 3
     absent = second.with_values(data={"root": Path("Task04_Hippocampus")})
     assert load_facts(absent).task.num_inputs == load_facts(second).task.num_inputs == 3
@@ -303,7 +303,7 @@ def test_a_forecast_counts_the_masks_of_the_first_stage(second):
 
 
 class Recording:
-    """Stands for a recording, which needs a GPU: its replay writes gradients where they were."""
+    """Simulates a recording without a GPU: its replay writes gradients to their old places."""
 
     def __init__(self, net: nn.Module) -> None:
         self._gradients = [parameter.grad for parameter in net.parameters()]
@@ -343,7 +343,7 @@ def test_a_step_that_float16_leaves_out_keeps_no_checkpoint_from_being_written(t
 
 
 def test_norms_of_gathered_batches_are_kept():
-    """The names of the first batch counted, which completes no step: all norms of the epoch were lost."""
+    """The first batch, which completes no step, set the names: all norms of the epoch were lost."""
     training = plain_training(batches=6, accumulate=4)
     for batch in training.batches:
         training._train_batch(batch)
@@ -358,7 +358,7 @@ RECORD = EpochRecord(epoch=0, losses={"loss": 0.5}, learning_rate=0.1, seconds=5
 
 
 class Ended(Logger):
-    """Keeps what it was told at the end, and breaks what it is given."""
+    """Records the call at the end, and breaks its argument."""
 
     scores = None
 
@@ -564,7 +564,7 @@ def image(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["scan.nii.gz", "pages"])
 def test_a_page_replaces_no_image(image, tmp_path, name):
-    """With the image itself for its output and `--overwrite`, the page took the image's place."""
+    """With the image as output and `--overwrite`, the page replaced the image."""
     (tmp_path / "pages").mkdir()
     before = image.read_bytes()
     with pytest.raises(ConfigError, match=r"the page is HTML, and .* is named otherwise; name it such as view\.html"):
@@ -573,7 +573,7 @@ def test_a_page_replaces_no_image(image, tmp_path, name):
 
 
 def test_a_voxel_that_is_not_finite_does_not_make_the_rest_black(image, tmp_path):
-    """An infinite voxel became 3.4e38, beside which every other one is black; and the page did not say so."""
+    """An infinite voxel became 3.4e38, and all others black, without a note on the page."""
     page = view(image, cases=["scan", "scan"], output=tmp_path / "page.html")
     text = page.read_text(encoding="utf-8")
     assert text.count('"title": "scan"') == 1  # a case that is named twice is shown once
@@ -589,7 +589,7 @@ SPACE = "optimizer.lr: {low: 0.1, high: 0.2}"
 
 @pytest.fixture
 def searched(tmp_path):
-    """Return a function from a space to what `search` takes first."""
+    """Return a function from a range to the first value that `search` chooses."""
     config_factory(tmp_path)
 
     def write(space):

@@ -1,4 +1,4 @@
-"""Networks in a wrapper that trained otherwise, or were no modules any more."""
+"""Networks that trained differently in a wrapper, or were no longer modules."""
 
 import copy
 import pickle
@@ -39,7 +39,7 @@ def make_heads(run: Run) -> RunLayers:
 
 
 def keep_over_a_break(net: RunLayers, x: Tensor) -> Tensor:
-    """What a list holds while Python runs between two graphs is an output of the first, used or not."""
+    """A list used across a graph break is an output of the first graph, used or not."""
     features = [net.first(x), net.second(x)]
     torch._dynamo.graph_break()
     return net.last(features[0]) * len(features)
@@ -62,7 +62,7 @@ IMAGE = torch.randn(1, 1, 4, 4, 4, dtype=torch.float64, generator=torch.Generato
 
 
 def test_a_piece_of_which_an_output_is_left_out_is_refused():
-    """The outputs of the whole were looked at alone: the second head got zeros for gradients, and decayed."""
+    """Only outputs of the whole were checked: the second head got zero gradients, and decayed."""
     output = CompiledNetwork(make_heads(keep_over_a_break))(IMAGE)
     with pytest.raises(ParallelError, match=r"backward\(\) does not reach the outputs \[1\] \(from 0\) of the 2"):
         output.sum().backward()
@@ -246,7 +246,7 @@ def test_torchs_replicas_on_several_gpus_are_not_recorded() -> None:
 
 
 def test_a_predictor_follows_its_network_to_another_device() -> None:
-    """Its recordings are of the device on which the network was at first."""
+    """Its recordings belong to the network's first device."""
     net, image = nn.Conv3d(1, 2, 1), MetaTensor(torch.rand(1, 8, 8, 8))
     predictor = Predictor(model=net, num_classes=2, window=(8, 8, 8))
     wanted = predictor({"image": image})

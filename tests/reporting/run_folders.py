@@ -1,4 +1,4 @@
-"""Run folders as trainings leave them, with names that somebody chose badly."""
+"""Run folders as trainings write them, with awkward names."""
 
 import json
 import math

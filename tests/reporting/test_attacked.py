@@ -1,4 +1,4 @@
-"""Run folders in which somebody, or a disk, changed a value: each report is written, and says what it leaves out."""
+"""Run folders with changed values: every report is written, and lists the parts that it leaves out."""
 
 import contextlib
 import copy
@@ -66,7 +66,7 @@ def list_places(content, here=()):
 
 
 def change(content, place, value):
-    """Return the content with another value in one place; ``...`` takes it out."""
+    """Return the content with another value in one place; ``...`` removes it."""
     whole = {"content": copy.deepcopy(content)}
     node, (*path, last) = whole, ("content", *place)
     for key in path:
@@ -94,7 +94,7 @@ def write_content(file, content):
 
 
 def attack(folder, names, *, changes=5):
-    """Write both reports and ask for the status with each of some changes of each file; return what failed."""
+    """Write both reports and read the status after changes of each file; return the failures."""
     draw, failed = random.Random(0), []
     for name in names:
         file = folder / name

@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing asked of anybody, nothing complained of, at a phone's width and in the dark."""
+"""The report in a real browser: no requests, no errors, at a phone's width and in dark mode."""
 
 import sys
 from itertools import pairwise

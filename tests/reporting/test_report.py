@@ -1,4 +1,4 @@
-"""What is said of runs: finished, under way, failed, without some files, and damaged."""
+"""Reports of runs: finished, in progress, failed, with missing files, and damaged."""
 
 import json
 import math
@@ -253,7 +253,7 @@ def test_ticks_enclose_what_is_drawn(low, high):
 
 
 def test_a_curve_of_one_epoch_has_that_epoch_alone_on_its_axis():
-    """Its axis went from 1 to 2, and the point stood at the left border."""
+    """Its axis went from 1 to 2, with the point at the left border."""
     drawn = Page(str(draw_chart(Chart(title="Loss", lines=[Line(name="loss", xs=[7], ys=[0.5], colour=0)]))))
     centred = [value for kind, key, value in drawn.attributes if (kind, key) == ("text", "text-anchor")]
     assert centred.count("middle") == 1

@@ -1,4 +1,4 @@
-"""The page of `volseg view`, clicked through in a real browser: values, names, cases, labels, and no request."""
+"""The page of `volseg view` in a real browser: values, names, cases, labels, and no requests."""
 
 import re
 import subprocess
@@ -42,7 +42,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def volumes():
-    """Return an image, whose values say where they are, and label maps."""
+    """Return label maps, and an image whose values are positions."""
     image = np.arange(12 * 16 * 10, dtype=np.float32).reshape(12, 16, 10) / 4
     reference, prediction = np.zeros((2, 12, 16, 10), dtype=np.uint8)
     reference[2:8, 4:12, 2:8], reference[2:5, 4:12, 2:8] = 1, 4
@@ -74,7 +74,7 @@ def tab(script, cases, tmp_path_factory):
 
 
 def read_places(tab):
-    """Return what each panel says of the crosshair: voxel, value, label."""
+    """Return each panel's text about the crosshair: voxel, value, label."""
     said = tab.evaluate("panels.filter((one) => !one.figure.hidden).map((one) => one.output.textContent)")
     places = [PLACE.match(text).groups() for text in said]
     voxels = [np.linalg.inv(AFFINE) @ [*map(float, position.split(", ")), 1] for position, _, _ in places]
@@ -145,7 +145,7 @@ def test_another_case_is_chosen(tab, volumes):
 
 
 def test_nothing_is_asked_and_nothing_is_wrong(tab):
-    """After everything that was done before; what is called like markup is only shown."""
+    """After all tests before; names that look like markup are only shown."""
     assert tab.list_requests() == [tab.page.as_uri()]
     assert [said for said in tab.list_complaints() if HARMLESS not in said] == []
     assert tab.evaluate("document.images.length") == 0

@@ -1,4 +1,4 @@
-"""Laws of the batch augmentation: what changes nothing, what moves together, what is drawn, what may run in a graph."""
+"""Laws of batch augmentation: identities, joint movement of image and label, draws, CUDA graphs."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ EVERYTHING = AugmentationConfig.model_validate(
 
 
 def only(**effects) -> AugmentationConfig:
-    """Return a config in which nothing happens but ``effects``."""
+    """Return a config with only these ``effects``."""
     names = [name for name in AugmentationConfig.model_fields if name not in _NO_EFFECTS]
     return AugmentationConfig.model_validate({name: effects.get(name, {"probability": 0}) for name in names})
 
@@ -99,7 +99,7 @@ def test_quarter_turn_is_rot90(axis, dims, interpolation):
 
 
 def test_rotation_is_in_millimetres():
-    """On voxels of 1 x 2 x 1 mm a quarter turn takes every second voxel of D to each voxel of H."""
+    """On voxels of 1 x 2 x 1 mm a quarter turn moves every second voxel of D to a voxel of H."""
     config = only(rotation={"probability": 1, "degrees": (0, 0, 90)})
     augmentation = BatchAugmentation(config, (9, 5, 3), num_classes=2, spacing=(1, 2, 1))
     ramp = torch.arange(augmentation.source_size[0], dtype=torch.float32).view(1, 1, -1, 1, 1)

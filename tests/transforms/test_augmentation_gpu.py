@@ -1,4 +1,4 @@
-"""What only a GPU can show: the CPU's result, and a CUDA graph around it."""
+"""GPU tests of augmentation: equality with the CPU, and a CUDA graph around it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Volumes are resampled as MONAI does, and slabs are worked on in threads to the same bits."""
+"""Volumes are resampled as by MONAI, and threads compute slabs to the same bits."""
 
 import threading
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Patches read straight from where the cases lie are those that are cut out first and then moved.
+"""Patches read directly from stored cases equal those that are cut first and then moved.
 
 Runs on a GPU, or anywhere by Triton's interpreter.
 """
@@ -35,7 +35,7 @@ def bank(channels: int = 1, budget_bytes: int | None = None) -> VolumeCache:
 
 
 def places(augmentation: BatchAugmentation, num: int = NUM):
-    """Return cases and corners, of which some lie outside of their case."""
+    """Return cases and corners, some of them outside their case."""
     generator = torch.Generator().manual_seed(1)
     cases = torch.arange(num) % 3
     margin = [(whole - side) // 2 for whole, side in zip(augmentation.source_size, PATCH, strict=True)]
@@ -105,7 +105,7 @@ def test_intensities_change_as_they_do_in_the_plain_way():
 @with_kernels
 @pytest.mark.parametrize("budget_bytes", fewer([16_000, 5000, 0], 1))
 def test_nothing_beside_a_volume_is_read(budget_bytes):
-    """What is stored and what is fetched lies between numbers that would show in any sum."""
+    """Stored and fetched values are surrounded by numbers that would show in any sum."""
     augmentation = BatchAugmentation(AugmentationConfig.model_validate({**STILL, **MOVED}), PATCH, num_classes=4)
     plain = sources_of(bank(2, budget_bytes=budget_bytes), augmentation)
     surrounded = replace(plain, stored=tuple(map(surround, plain.stored)), boxes=tuple(map(surround, plain.boxes)))

@@ -1,4 +1,4 @@
-"""A small training on CPU, the same each time it is made."""
+"""A small deterministic training on the CPU."""
 
 import pytest
 import torch

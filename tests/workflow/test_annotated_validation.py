@@ -1,4 +1,4 @@
-"""A validation scores what annotations tell, in tables, further metrics and pictures."""
+"""A validation scores partial annotations, in tables, additional metrics and pictures."""
 
 import math
 
@@ -14,7 +14,7 @@ AFFINE = torch.eye(4, dtype=torch.float64)
 
 
 def make_case(reference, found, **further):
-    """Return a case whose image, of one row, is what the predictor below finds."""
+    """Return a case with an image of one row, which equals the prediction of the predictor below."""
     meta = {"original_affine": AFFINE, "spatial_shape": (1, 1, len(found))}
     image = MetaTensor(torch.tensor(found).float().view(1, 1, 1, -1), affine=AFFINE, meta=meta)
     label = MetaTensor(torch.tensor(reference).float().view(1, 1, 1, -1), affine=AFFINE)
@@ -22,7 +22,7 @@ def make_case(reference, found, **further):
 
 
 def validate(case, values, labels, columns, **settings):
-    """Predict the classes that the image holds, and judge them."""
+    """Predict the classes in the image, and score them."""
     classes = torch.arange(len(values)).view(1, -1, 1, 1, 1)
     predictor = Predictor(model=lambda x: 9.0 * (x == classes), num_classes=len(values), values=values)
     metric = build_metric({"name": "DiceMetric"}, inputs=["pred", "label"], output="further", columns=columns)

@@ -1,4 +1,4 @@
-"""Nothing is lost, and a resumed training ends where the uninterrupted one ends."""
+"""Nothing is lost, and a resumed training ends like the uninterrupted one."""
 
 import resource
 import shutil
@@ -159,7 +159,7 @@ def test_another_format_and_what_is_missing_surplus_or_of_another_kind_are_told_
 
 
 def test_a_folder_that_is_taken_away_while_it_is_written_to_is_not_made_again(make_training, tmp_path):
-    """The thread asked for the folder, which was moved then, and made it anew with a checkpoint in it."""
+    """The thread created the moved folder again, with a checkpoint in it."""
     run, moved = tmp_path / "run", tmp_path / "moved"
     asked = []
 

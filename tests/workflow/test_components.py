@@ -1,4 +1,4 @@
-"""MONAI's losses and metrics, told what our fields are."""
+"""MONAI's losses and metrics with our fields."""
 
 import monai.losses
 import pytest
@@ -76,7 +76,7 @@ BOTH, WEIGHTED = {"softmax": True, "to_onehot_y": True}, {"weight": [0.5, 1.0, 3
     ],
 )
 def test_a_loss_is_monais_of_what_the_config_says(name, given, expected, heads):
-    """With deep supervision too, and with class weights, which follow the objective to its device."""
+    """Also with deep supervision, and with class weights, which move to the device."""
     label = torch.randint(0, 3, (2, 1, 8, 8, 8))
     logits = [torch.randn(2, 3, side, side, side) for side in (8, 4, 2)[:heads]]
     weights = {key: torch.tensor(value) for key, value in given.items() if key == "weight"}
@@ -107,7 +107,7 @@ def compute(loss, logits, label):
 @pytest.mark.parametrize("parameters", [{}, {"sigmoid": True}, {"include_background": False}])
 @pytest.mark.parametrize("name", ["DiceCELoss", *OVERLAPPING])
 def test_regions_need_no_word_in_the_config(name, parameters):
-    """What is said beside it changes nothing: there is no other activation, and no background among the outputs."""
+    """Other settings have no effect: no other activation, and no background among the outputs."""
     parameters = {key: value for key, value in parameters.items() if LOSSES.accepts(name, key)}
     label = torch.randint(0, 4, (2, 1, 8, 8, 8), dtype=torch.uint8)
     right = (

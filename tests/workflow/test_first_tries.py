@@ -1,4 +1,4 @@
-"""What a user of PyTorch tries first: bare networks and losses, and what is told where that is not enough."""
+"""The first attempts of a PyTorch user: bare networks and losses, and the errors if that is not enough."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Signals that are real, sent to processes that are real."""
+"""Real signals, sent to real processes."""
 
 import signal
 import subprocess
@@ -31,7 +31,7 @@ interruption.raise_as_signal()
 
 @pytest.fixture
 def listen(start):
-    """Return a function that starts a process that listens for signals, and after one works until told to end."""
+    """Return a function that starts a process that listens for signals, and works on after one until told to end."""
 
     def started(before="", inside="", one_event_seconds=0.0):
         code = WAITING.format(before=before, inside=inside, one_event_seconds=one_event_seconds)

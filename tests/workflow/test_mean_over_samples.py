@@ -1,4 +1,4 @@
-"""Replicas share a loss that is a mean over samples; another one is found by trying it."""
+"""Replicas accept a loss that is a mean over samples; others are detected on random batches."""
 
 from contextlib import nullcontext
 

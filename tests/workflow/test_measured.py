@@ -1,4 +1,4 @@
-"""What a training finds beside its loss: the soft Dice of the foreground, the norm of the gradient, its speed."""
+"""The numbers of a training beside its loss: soft Dice of the foreground, gradient norm, speed."""
 
 import copy
 import logging
@@ -85,7 +85,7 @@ def measure_norms(batches, loss, accumulate):
 )
 @pytest.mark.parametrize("include_background", [True, False])
 def test_they_are_of_all_voxels_and_steps_of_the_epoch_on_any_devices(strategy, settings, include_background, caplog):
-    """The norm is that before clipping; both are told and logged."""
+    """The norm is that before clipping; both numbers are printed and logged."""
     batches = make_batches()
     expected = expect(make_network(), batches)
     loss = DiceCELoss(**FUSED, include_background=include_background)
@@ -126,7 +126,7 @@ def on_replicas(data, spatial, count):
 
 @pytest.mark.parametrize(("data", "spatial", "count"), [(2, 1, 2), (2, 1, 4), (2, 2, 2)])
 def test_it_is_of_all_replicas(data, spatial, count):
-    """The five samples are dealt unevenly: a mean of the replicas' Dice would be another number."""
+    """Five samples are divided unevenly, so a mean of the replicas' Dice would differ."""
     expected = expect(make_network(), make_batches(samples=5))
     assert in_group(data * spatial, on_replicas, data, spatial, count) == pytest.approx(
         [expected] * (data * spatial), rel=1e-6

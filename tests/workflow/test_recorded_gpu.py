@@ -1,4 +1,4 @@
-"""A recorded step trains as the step it was recorded from."""
+"""A recorded step trains like the step that was recorded."""
 
 import copy
 import warnings

@@ -39,7 +39,7 @@ class Drawing:
 
 
 class SignalAt(Hook):
-    """Send SIGTERM at an event, once so many batches of an epoch are done."""
+    """Send SIGTERM at an event, after so many batches of an epoch."""
 
     def __init__(self, event, epoch=0, position=0):
         self.at = epoch, position
@@ -62,7 +62,7 @@ def content(path):
 
 @pytest.fixture
 def stopped_and_whole(make_training, tmp_path):
-    """Run a training to a point, go on to its end, and return what both that and one without a stop leave."""
+    """Stop a training, continue it to its end; return its results and those of one without a stop."""
 
     def run(point, *, signal_in_validation=None, progress, **options):
         options = {**OPTIONS, **options}
@@ -100,7 +100,7 @@ def test_between_batches(stopped_and_whole, event, at, progress):
 
 @pytest.mark.parametrize(("call", "progress"), [(1, (0, 6)), (2, (0, 6)), (7, (1, 6)), (11, (2, 6))])
 def test_in_a_validation_whose_numbers_are_drawn_again(stopped_and_whole, call, progress):
-    """They were drawn on: a validation that was stopped left torch's generator where it had come to."""
+    """A stopped validation left torch's generator in a later state."""
     stopped_and_whole(None, signal_in_validation=call, progress=progress)
 
 
@@ -114,12 +114,12 @@ def test_without_an_average_and_with_validations_now_and_then(stopped_and_whole)
 
 
 class Killed(Exception):  # noqa: N818
-    """Stands for SIGKILL after what is on the disk is on the disk."""
+    """Simulates SIGKILL after the disk is written."""
 
 
 @pytest.mark.parametrize(("epoch", "position"), [(0, 1), (0, 5), (1, 3), (2, 6)])
 def test_a_checkpoint_of_any_time_is_gone_on_from(make_training, tmp_path, epoch, position):
-    """Whichever batch the thread had come to when the process was lost."""
+    """At whichever batch the thread was when the process was lost."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     make_training(hooks=[Checkpoints(whole)], **OPTIONS).run()
     with pytest.raises(Killed):

@@ -1,4 +1,4 @@
-"""A validation spread over processes gives the numbers of one process, and ends for all together."""
+"""A validation spread over processes gives the numbers of one process, and ends on all at once."""
 
 import os
 import signal

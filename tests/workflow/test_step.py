@@ -1,4 +1,4 @@
-"""One process that computes several replicas, one after the other, trains as without them; and what it refuses."""
+"""One process that computes several replicas in turn trains as without them, or refuses."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The loop against the same steps written by hand, and its refusals."""
+"""The training loop against the same steps written by hand, and its refusals."""
 
 import math
 import signal
@@ -14,7 +14,7 @@ from volseg.workflow import Hook, Named, Patience
 
 
 class Validated:
-    """A validation whose scores are given."""
+    """A validation with given scores."""
 
     def __init__(self, *scores):
         self.remaining = list(scores)

@@ -1,4 +1,4 @@
-"""A group's recorded steps train as its eager ones; a Ctrl-C that one process gets ends all of them, all saved.
+"""Recorded steps of a group train as eager ones; Ctrl-C in one process stops all, with a checkpoint.
 
 ``python test_training_group.py FOLDER`` in each process writes what it found.
 """
@@ -164,7 +164,7 @@ def launched(folder):
 
 
 def assert_ended_together(first, second):
-    """The follower was not told by the system, and stands where the leader stands."""
+    """The follower got no signal, but stops where the leader does."""
     assert first == {"ended": "by Ctrl-C", "saved": [0, 8, 8], "judged": 2}
     assert second == {"ended": "by Ctrl-C", "saved": [0, 8, 8], "judged": None}
 
@@ -181,7 +181,7 @@ def assert_same_training(first, second):
 
 
 def look_together():
-    """Return when each looks again, one process at 0.1 s a batch and one at 0.5 s, and what a signal of one becomes."""
+    """Return when each process checks again, at 0.1 and 0.5 s a batch, and the effect of one's signal."""
     model = network(())
     training = build_training(model, Batches(), epochs=1)
     training._stopping.interval.most = 32  # as on a GPU

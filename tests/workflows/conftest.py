@@ -1,4 +1,4 @@
-"""Scripts of the benchmarks and of data sets are imported by their names."""
+"""Import scripts of the benchmarks and data sets by name."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The cardiac benchmark: a fold's patients are tested, and trained ones have masks or scribbles."""
+"""The cardiac benchmark: a fold's patients are for tests, and the others have masks or scribbles."""
 
 import acdc
 import h5py

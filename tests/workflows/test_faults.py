@@ -18,13 +18,13 @@ def train_in(folder: Path, seed: int) -> str:
 
 
 def test_two_runs_of_one_training_have_one_fingerprint(tmp_path: Path) -> None:
-    """Epochs record a speed and the seconds of their validation, by which all runs differed."""
+    """Epochs record speeds and validation times, which differ between runs."""
     fingerprints = [train_in(tmp_path / name, seed) for name, seed in (("one", 0), ("again", 0), ("other", 1))]
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
 def leave_a_child(*_: object) -> None:
-    """End at once; a child that holds all pipes of this process outlives it."""
+    """End at once; a child with all pipes of this process survives."""
     if os.fork() == 0:
         time.sleep(20)
     os._exit(3)

@@ -1,4 +1,4 @@
-"""The benchmark of single kernels in small, on the CPU."""
+"""A small version of the benchmark of single kernels, on the CPU."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmark of the largest volumes, tried on a CPU with a pretended limit."""
+"""The benchmark of the largest volumes, on a CPU with a simulated limit."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_searches_have_different_names():
 
 
 def test_a_search_goes_on_where_it_was(tmp_path):
-    """Each round as an own call that reads what the one before has written; the tries really train, in this process."""
+    """Each round is a separate call that reads the last one's file; tries really train, in this process."""
     rows, asked = [{**TINY, "forecast_side": 64}], []
     while tries := list(list_tries(rows, VOXELS)):
         run_round(tries, rows, lambda waiting: (row | measure(row, []) for row in waiting))

@@ -1,4 +1,4 @@
-"""The benchmark of twelve networks: its rows run, a failure is a row, and what was measured is not measured again."""
+"""The benchmark of twelve networks: its rows run, failures become rows, and no row is measured twice."""
 
 import copy
 import json
@@ -49,7 +49,7 @@ def observe_compiled(net, image):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_each_network_is_itself_when_compiled(monkeypatch, name):
-    """Two training passes, in which what torch.compile has made of the functions runs by torch's kernels."""
+    """Two training passes of torch.compile's functions with torch's kernels."""
     monkeypatch.setattr(compiler_internals, "compile_graph", trace_only)
     sides = fit(name, (32, 32, 32))
     plain = build(name, sides, small=True).double().train()

@@ -1,4 +1,4 @@
-"""Each page of Python in ``workflows`` runs on a small data set, as its first lines say, and comes to what it says."""
+"""Each script in ``workflows`` runs on a small data set by its own command, with the promised result."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ NARROW = ["network={name: UNet, channels: [4, 8], strides: [2]}"]
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys) -> Callable[..., str]:
-    """Return a function that runs a page in a folder with a task and the configs, and returns what it printed."""
+    """Return a function that runs a script in a folder with a task and configs, and returns its output."""
     make_mock_task(tmp_path / "task", "Task04_Hippocampus", num_cases=5, num_test=1, scale=0.4)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
@@ -97,7 +97,7 @@ def test_train_msd(run, preset):
 
 
 def test_unlabelled(run):
-    """What is certain is kept, what is not is ignored, and the third network trains on both."""
+    """Certain voxels are kept, others are ignored, and the third network trains on both."""
     values = [*SMALL, *NARROW, "data.root=task"]
     Path("new").mkdir()
     for name, image in zip(("a", "b", "c"), sorted(Path("task/imagesTr").glob("*.gz")), strict=False):

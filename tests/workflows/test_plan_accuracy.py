@@ -1,4 +1,4 @@
-"""The benchmark of forecasts: its configurations, one of them measured, and errors computed by hand."""
+"""The benchmark of estimates: its configurations, one of them measured, and errors computed by hand."""
 
 import networks_listed
 import plan_accuracy_compared
@@ -69,7 +69,7 @@ def test_the_summary_names_the_worst(compared):
 
 
 def test_networks_of_the_list_are_those_whose_speed_is_compared():
-    """Their parameters have the same names and shapes as what ``networks.py`` builds."""
+    """Their parameters have the names and shapes of ``networks.py``'s."""
     for ours, theirs in {"unet_residual": "UNet", "residual_encoder": "ResEncUNet", "highresnet": "HighResNet"}.items():
         with torch.device("meta"):
             net = build_network(NETWORKS[ours], in_channels=1, out_channels=3, patch_size=[128] * 3)
@@ -110,7 +110,7 @@ def test_a_wrong_forecast_is_a_wrong_choice(ways):
 
 
 def test_random_sizes_for_one_gpu_take_the_fastest_that_fits(monkeypatch):
-    """Where there is little memory activations are recomputed; rows say what they were counted on to take."""
+    """With little memory activations are recomputed; rows record the estimate."""
     monkeypatch.setattr(plan_accuracy_compared, "NETWORKS", {"dynunet": NETWORKS["tiny"]})
     small = fill_row("dynunet", patch=[64] * 3, precision="fp32")
     enough = choose_on_one(small, 4 * 2**30)

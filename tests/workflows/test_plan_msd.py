@@ -1,4 +1,4 @@
-"""The ten tasks' configs: made by the rules, the same as nnU-Net's plans, and each runs on its twin."""
+"""The ten tasks' configs follow the rules, equal nnU-Net's plans, and run on their twins."""
 
 import math
 import re
@@ -49,7 +49,7 @@ def test_the_plan_is_nnunets(task):
 
 
 def small(task, root, output):
-    """Override what takes a CPU long: the size of patches, the width of the network."""
+    """Override the sizes that are slow on a CPU: patches and the network's width."""
     network = config_of(task).network.spec()
     patch = [math.prod(stride[axis] for stride in network["strides"]) for axis in range(3)]
     return [

@@ -1,4 +1,4 @@
-"""The benchmark of predictions: its rows run, and one that is cut or fails loses no other."""
+"""The benchmark of predictions: its rows run, and one that is interrupted or fails does not lose others."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What is timed: every case can be made and called, and counts what it does."""
+"""Benchmark cases: each can be built and called, and counts its operations."""
 
 import pytest
 import rate_passes as passes

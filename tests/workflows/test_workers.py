@@ -1,4 +1,4 @@
-"""The processes of the benchmarks: they answer together, and where one fails all end with its reason."""
+"""The processes of the benchmarks answer together, and if one fails all end with its reason."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""The examples of docs/data.md: the files that it lists, the manifests that it shows, and what comes of them."""
+"""The examples of docs/data.md (files, manifests, results) are true."""
 
 import doctest
 from pathlib import Path

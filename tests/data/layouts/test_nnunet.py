@@ -1,4 +1,4 @@
-"""nnU-Net's raw data sets: what nnU-Net 2 trains on is read alike, and what it would stumble over later is named."""
+"""nnU-Net's raw data sets are read as by nnU-Net 2, and faults that it would meet later are reported."""
 
 import json
 import logging

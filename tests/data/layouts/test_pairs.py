@@ -1,4 +1,4 @@
-"""Folders of pairs and the channels of an image: found by one rule in every arrangement; two readings are refused."""
+"""One rule finds pairs and channels in every arrangement, and refuses ambiguous ones."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ NAMES = {"labels": {"background": 0, "lesion": 1}}
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return a function that makes empty files of these names in a folder, with a manifest beside them."""
+    """Return a function that creates empty files with these names in a folder, and a manifest."""
 
     def write(*names, manifest=NAMES, root="data"):
         for name in names:
@@ -207,7 +207,7 @@ def test_label_maps_that_are_none(folder, values, message):
 
 
 def test_a_label_map_that_cannot_be_read_is_left_to_the_check(folder):
-    """Which names all bad cases; whoever requires the files hears of the first."""
+    """The check reports all bad cases; requiring the files reports only the first."""
     root = folder("images/a.nii.gz", "images/b.nii.gz", "labels/a.nii.gz", manifest=None)
     save_label(root / "labels/b.nii.gz", 3)
     task = load_task(root, require_files=False)

@@ -1,4 +1,4 @@
-"""Tables of paths, as spreadsheets and scripts write them."""
+"""Tables of paths in the forms that spreadsheets and scripts write."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ NAMES = {"labels": {"background": 0, "lesion": 1, "organ at risk": 2}}
 
 @pytest.fixture
 def table(tmp_path):
-    """Return a function that writes a table beside the files x.nii, y.nii ... that it may name."""
+    """Return a function that writes a table next to the files x.nii, y.nii ... that it may list."""
     for name in ("x", "x2", "xl", "y", "y2", "yl", "z", "z2", "zl"):
         (tmp_path / "files").mkdir(exist_ok=True)
         (tmp_path / f"files/{name}.nii").touch()
@@ -153,7 +153,7 @@ def test_what_cannot_be_trusted_is_refused(table, text, message):
 
 
 def test_what_was_looked_for_stands_in_the_table(table, tmp_path):
-    """A manifest beside it may be about other cases; what it says of them is not passed over without a word."""
+    """A manifest next to it may describe other cases; it is not ignored silently."""
     (tmp_path / "dataset.json").write_text(json.dumps({**NAMES, "labelled": {"q": [1]}}), encoding="utf-8")
     with pytest.raises(DataError, match=r"dataset\.json has 'labelled'; move it to a column 'labelled' of "):
         load_task(table(PLAIN))

@@ -1,4 +1,4 @@
-"""The same laws on GPUs: streams, copies between devices, CUDA graphs."""
+"""The pipeline's laws on GPUs: streams, copies between devices, CUDA graphs."""
 
 import copy
 
@@ -100,7 +100,7 @@ def test_measured_partition_and_recorded_dropout():
 
 
 class Tells(nn.Module):
-    """Returns what two stages computed: the gradients of outputs arrive on two devices."""
+    """Returns results of two stages, so gradients of outputs arrive on two devices."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Placement checked without GPUs: fake CUDA tensors refuse functions whose tensors are on different devices."""
+"""Placement tested without GPUs: fake CUDA tensors refuse functions of tensors on different devices."""
 
 import pytest
 import torch

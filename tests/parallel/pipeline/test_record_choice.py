@@ -23,7 +23,7 @@ def pipeline(net: nn.Module) -> PipelineStrategy:
 
 
 def test_at_most_a_few_kinds_are_kept():
-    """``tests/parallel/test_record_policy.py`` says which gives way."""
+    """``tests/parallel/test_record_policy.py`` tests which kind is replaced."""
     strategy = pipeline(Net())
     for batch in range(1, MOST_RECORDINGS + 3):
         for _ in range(WARM_UP + 1):

@@ -2,7 +2,7 @@ from volseg.parallel.pipeline.trace import Call, Operation, Trace, list_segments
 
 
 def forward(*events, outputs=()):
-    """Return the trace of a network's call; operations are their callers' unless they stand in a layer."""
+    """Return the trace of a network's call; operations outside layers belong to their callers."""
     trace = Trace(outputs=outputs)
     trace.enter(Call("", 0))
     for event in events:

@@ -1,4 +1,4 @@
-"""What the processes of a job do whose start and end is tested: ``job_of_processes.py MODE FOLDER``."""
+"""The processes of a job whose start and end is tested: ``job_of_processes.py MODE FOLDER``."""
 
 import contextlib
 import json

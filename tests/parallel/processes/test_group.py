@@ -1,4 +1,4 @@
-"""Jobs of real processes: how they start, fail, are held, killed, started again, and end."""
+"""Jobs of real processes start, fail, hang, are killed, restart, and end."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SCRIPT = [str(Path(__file__).with_name("job_of_processes.py"))]
 
 
 def written(folder: Path, name: str) -> list[list]:
-    """Return what the processes put down, in any order."""
+    """Return the records of the processes, in any order."""
     return [
         json.loads(line) for file in folder.glob(f"{name}.*") for line in file.read_text(encoding="utf-8").splitlines()
     ]
@@ -118,7 +118,7 @@ def test_slurms_variables_are_enough_and_a_long_reading_is_no_hang(start, tmp_pa
 
 
 def assert_both_began_anew(folder: Path) -> None:
-    """Assert that the same two processes came twice, resumed, and that the first to fail told itself why."""
+    """Assert that two processes ran twice, resumed, and that the first to fail reported its cause."""
     starts = written(folder, "start")
     assert sorted(start[2] for start in starts) == [0, 0, 1, 1]
     assert {start[3] for start in starts} == {2.0}

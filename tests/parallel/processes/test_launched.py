@@ -1,4 +1,4 @@
-"""Which process of how many this is, by the variables of whoever started it."""
+"""The rank and number of processes, from the launcher's environment variables."""
 
 import pytest
 

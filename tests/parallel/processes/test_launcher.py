@@ -1,4 +1,4 @@
-"""Local processes start, fail together, and are named when they fail."""
+"""Local processes start, fail together, and the error names the one that failed."""
 
 import signal
 from pathlib import Path

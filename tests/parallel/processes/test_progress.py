@@ -1,4 +1,4 @@
-"""Long work of several processes: none waits for ever, and what ends one of them ends all."""
+"""Long work of several processes: none waits forever, and all end if one does."""
 
 import math
 import os
@@ -26,7 +26,7 @@ class StopError(Exception):
 
 
 def caught(work, **options):
-    """Return what ended a process's work, and how long after it began."""
+    """Return the error that ended a process's work, and the seconds until then."""
     begun = time.monotonic()
     try:
         told = run_together(dist.group.WORLD, work, **options)
@@ -130,7 +130,7 @@ def test_one_process_needs_no_group():
 
 
 def die_or_wait(meeting):
-    """Be one of two processes of which the second is ended by SIGKILL in the middle of its work."""
+    """Run one of two processes, the second of which SIGKILL ends during its work."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
 

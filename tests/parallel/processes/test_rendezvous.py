@@ -1,4 +1,4 @@
-"""The processes of an attempt find each other, whatever earlier attempts left in the store."""
+"""The processes of an attempt find each other, even if earlier attempts left entries in the store."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +14,7 @@ LAUNCH = Launch(rank=0, local_rank=0, world_size=3, address="localhost", port=1,
 
 
 def met(store, late=(), restarts=(0, 0, 0), **options):
-    """Return what three processes agree on; those that are late come when the others wait already."""
+    """Return the agreement of three processes; the late ones arrive when the others already wait."""
     places = [replace(LAUNCH, rank=rank, restarts=count) for rank, count in enumerate(restarts)]
     with ThreadPoolExecutor(3) as pool:
         order = sorted(places, key=lambda place: place.rank in late)

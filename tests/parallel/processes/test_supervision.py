@@ -1,4 +1,4 @@
-"""Who watches whom, and when a job is ended; in one process, where several of them watch each other by a store."""
+"""Supervision of ranks, and the end of a job; simulated in one process with a shared store."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ TIMEOUT = 1.0
 
 
 class Job:
-    """Processes that watch each other, and what each is ended by."""
+    """Processes that watch each other, and the error that ends each of them."""
 
     def __init__(self, size, timeout=TIMEOUT, **about):
         self.store = dist.HashStore()

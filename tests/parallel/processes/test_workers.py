@@ -1,4 +1,4 @@
-"""Workers: what they are told, how they end, and that none outlives the process that started it."""
+"""Workers receive their tasks, end cleanly, and never outlive the process that started them."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Which files of this folder are no tests."""
+"""Files of this folder that are not tests."""
 
 collect_ignore = [
     # A script and its parts, which import each other: test_operator_database.py runs it in a process of its own.

@@ -1,4 +1,4 @@
-"""The calls that are compared: torch's own samples in every form that a network may write, and samples of our own.
+"""The calls to compare: torch's own samples in every form that a network may write, and our samples.
 
 Each operator as a function, as a method, as an operator, in place, under its other names, with its arguments by torch's
 names and by NumPy's, with ``out=``, and with arguments that torch refuses.

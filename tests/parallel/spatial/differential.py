@@ -1,4 +1,4 @@
-"""One call of a torch function, on whole tensors and on volumes: all that a caller can see of it is compared.
+"""Compare everything that a caller can see of one torch function, on whole tensors and on volumes.
 
 Besides values, shapes and dtypes these are the gradients, what the call left in its arguments, and what a later change
 in place does: of the output to the arguments, of the arguments to the output. A volume that merely holds the right

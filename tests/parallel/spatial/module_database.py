@@ -1,4 +1,4 @@
-"""Every module of torch's own test database as a spatial network, beside the plain one.
+"""Compare every module of torch's own test database on slabs with the plain one.
 
 What ``operator_database`` does for functions: outputs, gradients of parameters, and buffers, in two steps of gradient
 descent, in training and in evaluation.

@@ -1,4 +1,4 @@
-"""Every operator of torch's own test database on volumes, beside torch: equal or refused, never wrong.
+"""Compare every operator of torch's own test database on volumes with torch: equal or refused, never wrong.
 
     python tests/parallel/spatial/operator_database.py            # every case
     python tests/parallel/spatial/operator_database.py --thin     # the cases of ``make test-long``

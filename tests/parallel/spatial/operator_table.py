@@ -1,4 +1,4 @@
-"""Every entry of the operator table on every cut: equal to torch, or in the frozen list of exceptions.
+"""Compare every entry of the operator table on every cut with torch; exceptions are in a frozen list.
 
 ``operator_database.py --table`` runs it. ``--only`` prints the outcome of each cut; ``--write`` writes the list anew,
 which may only become shorter. The list (``operator_table.json``) has, for each entry, the cuts that are

@@ -1,4 +1,4 @@
-"""Samples for entries of the operator table that neither torch's database nor ``volume_samples`` has as volumes.
+"""Samples for operators that have none in torch's database or ``volume_samples``.
 
 A name with a namespace is one entry; a bare one stands for all of that name. ``FUNCTIONS`` holds the entries that
 cannot be compared by calling them: what they return is no value, or differs for reasons of its own. Each calls the

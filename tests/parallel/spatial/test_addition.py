@@ -1,4 +1,4 @@
-"""Sums that take norms along, against the plain network in float64: outputs, every gradient, buffers."""
+"""Sums fused with norms, against the plain network in float64: outputs, every gradient, buffers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ Sum = Callable[["Block", Tensor], Tensor]
 
 
 class Block(nn.Module):
-    """Two norms, and what is done with them."""
+    """Two norms, and operations on them."""
 
     def __init__(self, norm: Callable[[int], nn.Module], combine: Sum) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_norms_in_sums_are_exact(norm: str, training: bool) -> None:
 
 
 class Mixed(nn.Module):
-    """A norm and what is added to it, of two types; of one type, float64, as its own reference."""
+    """A sum of a norm and another value in two types, or both in float64 as the reference."""
 
     def __init__(self, combine: Callable[["Mixed", Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Custom autograd functions that are declared pointwise equal those on one device; what else passes by is refused."""
+"""Custom autograd functions declared pointwise equal those on one device; others are refused."""
 
 from typing import Any
 

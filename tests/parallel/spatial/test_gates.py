@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Let a CPU take the kernels' way, by their plain forms; give what was called."""
+    """Use the plain forms of the kernels on a CPU; return their calls."""
     monkeypatch.setattr(pointwise, "_has_kernel", lambda volume: fusions.is_on("gates"))
     with noted(broadcast_mul, multiply=torch.mul, differentiate=plain_kernels.differentiate_product) as found:
         yield found

@@ -1,4 +1,4 @@
-"""Hooks, retained gradients and backward passes from volumes, beside plain tensors."""
+"""Hooks, retained gradients and backward passes from volumes, compared with plain tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -135,7 +135,7 @@ ASKED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_the_gradient_of_what_is_perhaps_the_volume_itself_is_refused(
     laid: str, asked: str, devices: list[str]
 ) -> None:
-    """A hook on x.contiguous() was called with one path's gradient alone, where torch has x itself."""
+    """A hook on x.contiguous() got one path's gradient only, but torch returns x itself."""
     x = from_whole(random(0).requires_grad_(), (2,), Context(LocalDevices(devices))) * 1
     with pytest.raises(UnsupportedOperatorError, match="depends on how the whole lies"):
         ASKED[asked](x, LAID[laid](x))

@@ -1,4 +1,4 @@
-"""A change in place does not reach a volume that torch has copied."""
+"""A change in place does not affect a volume that torch has copied."""
 
 from collections.abc import Callable
 

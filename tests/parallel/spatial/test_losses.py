@@ -1,4 +1,4 @@
-"""MONAI's and torch's losses and metrics take sharded outputs as they are; the label may be an ordinary tensor."""
+"""MONAI's and torch's losses and metrics accept sharded outputs; the label may be an ordinary tensor."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a forward pass holds: counted, tensor by tensor."""
+"""The tensors that a forward pass keeps, counted one by one."""
 
 import gc
 import weakref
@@ -83,7 +83,7 @@ def test_a_skip_takes_no_memory_while_it_waits() -> None:
 
 
 def test_a_sum_at_the_end_of_a_recomputed_block_keeps_nothing_but_itself() -> None:
-    """It waits for an activation; behind the block autograd would have kept both of what is added."""
+    """It is deferred to an activation; outside the block, autograd would have kept both terms."""
 
     class Block(torch.nn.Module):
         def __init__(self, channels: int) -> None:

@@ -1,4 +1,4 @@
-"""Memory of messages: lent again to who comes later, on the same stream, and never to two at a time."""
+"""Message buffers are reused on the same stream, and never by two messages at a time."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""On an only shard nothing is cut: operators that look along the depth pad by themselves, in one kernel."""
+"""With a single shard nothing is cut: operators along the depth pad in one kernel."""
 
 import pytest
 import torch

@@ -35,7 +35,7 @@ def compare(script: str, *options: str, seconds: int) -> None:
 
 @pytest.mark.timeout(900)
 def test_two_samples_of_each_operator_and_every_entry_of_the_table_are_equal_or_refused() -> None:
-    """In one process: importing torch's database takes as long as a tenth of all its samples."""
+    """In one process: importing torch's database takes as long as a tenth of its samples."""
     compare("operator_database.py", "--thin", "--table", seconds=900)
 
 
@@ -46,7 +46,7 @@ def test_every_sample_of_each_operator_is_equal_or_refused() -> None:
 
 
 def loaded(name: str) -> ModuleType:
-    """Import a module of this folder, whose modules import each other; none of these imports torch's database."""
+    """Import a module of this folder without importing torch's database."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
         return importlib.import_module(name)

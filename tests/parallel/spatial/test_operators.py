@@ -1,4 +1,4 @@
-"""Operators that move planes, or combine slabs, against the whole volume: on slabs down to a plane, and on grids.
+"""Operators that move planes or combine slabs, against the whole volume: on slabs of one plane, and on grids.
 
 ``test_operator_database`` compares every function; here slabs differ in size, some halos are several slabs wide, and
 operators follow one another.
@@ -195,7 +195,7 @@ def _last(volume: Tensor) -> Tensor:
 
 
 def _classes(y: Tensor) -> Tensor:
-    """Return a label map (B, D, H, W) whose highest class lies in few slabs."""
+    """Return a label map (B, D, H, W) with the highest class in few slabs."""
     return (y[:, 0].abs() < 2.9).long() + (y[:, 1] > 0).long()
 
 
@@ -233,7 +233,7 @@ def weighted(values: list[Tensor]) -> Tensor:
 
 
 def observe(operator: Callable[[Any, Any], Any], x: Tensor, given: tuple[Any, Any]) -> list[Tensor]:
-    """Return what an operator returns for two values, and the gradient of ``x``, if any."""
+    """Return an operator's result for two values, and the gradient of ``x``, if any."""
     leaves = [whole(leaf) for leaf in tree_leaves(operator(*given))]
     if not any(leaf.requires_grad for leaf in leaves):
         return leaves
@@ -274,7 +274,7 @@ def test_wrong_classes_are_refused_wherever_they_lie() -> None:
 
 
 def check_in_process() -> None:
-    """Compare the operators of this file, and the calls of another one, where each process holds one slab."""
+    """Compare the operators of this file and the calls of another one, with one slab per process."""
     import test_gradients_of_volumes as gradients  # beside this file; pytest does not look there
 
     context = Context(ProcessGroupShards(dist.group.WORLD, (2,), torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""The protocol of slabs that wait or can be written again: every state and every event, and what changes in place do.
+"""The protocol of deferred and recomputable slabs: every state, every event, and changes in place.
 
 The volume of each test is a norm's result, ``instance_norm(source)``, in the state that the test is about.
 """
@@ -216,7 +216,7 @@ def test_an_operator_in_place_on_the_source_leaves_the_norm_as_it_was_or_loses_i
 def test_a_slab_that_changed_itself_is_not_written_again(
     whole: Tensor, state: str, change: Callable[[ShardedVolume], object]
 ) -> None:
-    """An operator changes what torch would change; past the operators a slab must have been written."""
+    """An operator changes the tensors that torch would; other readers need a written slab."""
     volume = norm_of(cut(whole), state)
     if state in ("waiting", "released"):
         volume.pending.lend(volume)
@@ -271,7 +271,7 @@ def test_a_state_does_not_keep_its_volume(whole: Tensor) -> None:
 
 
 def test_a_skip_that_waits_for_its_join(whole: Tensor) -> None:
-    """The join reads recipes: the skip stays released, and the gradient reaches what stands behind both."""
+    """The join reads recipes: the skip stays released, and the gradient reaches the layers before both."""
     source = cut(whole)
     skip, low = norm_of(source, "released"), F.relu(F.instance_norm(source * 2.0))
     joined = torch.cat([skip, low], 1)
@@ -388,7 +388,7 @@ class TwoReaders(nn.Module):
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_the_backward_pass_behind_a_release_is_torchs(passes: int) -> None:
-    """Also behind a second forward pass, whose volumes are others."""
+    """Also after a second forward pass with other volumes."""
     plain = TwoReaders().double()
     images = [torch.randn(1, 1, 6, 5, 4, dtype=torch.float64) for _ in range(passes)]
     sum(plain(image).square().sum() for image in images).backward()
@@ -423,7 +423,7 @@ def test_in_inference_mode_slabs_wait_and_come_back() -> None:
 
 
 def test_a_model_trains_after_it_predicted_in_inference_mode() -> None:
-    """What is cached between steps must not become an inference tensor, which no backward pass may save."""
+    """Cached tensors must not be inference tensors, which no backward pass may save."""
     layers = nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.InstanceNorm3d(2))
     # No slice expresses the planes of this resampling.
     plain = RunLayers(lambda net, x: F.interpolate(net.layers(x), size=(9, 7, 5), mode="trilinear"), layers=layers)

@@ -1,4 +1,4 @@
-"""Memory of slabs: pieces that are joined, room around a slab, halos that are kept, planes that are taken."""
+"""Memory of slabs: joined pieces, room for halos, kept halos, selected planes."""
 
 from typing import Any
 

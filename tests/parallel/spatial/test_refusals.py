@@ -1,4 +1,4 @@
-"""What cannot be done on slabs is refused with function, module and remedy; or gathered, on request, with a word."""
+"""Unsupported functions are refused with function, module and remedy, or gathered on request and logged."""
 
 from collections.abc import Callable
 from typing import Any

@@ -16,7 +16,7 @@ from volseg.parallel.spatial.convolution import slab as slab_convolution
 
 
 class Blocks(nn.Module):
-    """A sum as it is, one behind a norm, and a wide halo behind a norm."""
+    """A plain sum, one after a norm, and a wide halo after a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def list_copies() -> list[bool]:
 
 
 def test_convolutions_behind_sums_copy_no_slab() -> None:
-    """All but the first, whose input is a product; and backward those of gradients that norms write."""
+    """All but the first, whose input is a product, and in backward those of gradients written by norms."""
     for copied in in_group(2, list_copies):
         forward, backward = copied[:4], copied[4:]
         assert forward == [True, False, False, False]

@@ -1,4 +1,4 @@
-"""Parameters that processes share under autocast: each use's gradient is in the sum, wherever it was put."""
+"""Shared parameters under autocast: the sum includes the gradient of every use, wherever it was stored."""
 
 import copy
 import gc
@@ -40,7 +40,7 @@ def named(net: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def steps(net: nn.Module, image: Tensor, ways: str) -> dict[str, Tensor]:
-    """Train: two steps, with what ``ways`` names."""
+    """Train two steps in the given ``ways``."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     found: dict[str, Tensor] = {}
     for number in range(2):
@@ -93,7 +93,7 @@ def test_every_use_of_a_weight_is_in_its_gradient() -> None:
 
 
 def is_freed_at_once() -> bool:
-    """Say whether nothing holds a model's shards, and what lies in other processes' memory, but the model."""
+    """Return whether only the model keeps its shards and its memory in other processes."""
     gc.collect()
     gc.disable()
     try:
@@ -146,7 +146,7 @@ def nested(net: nn.Module, image: Tensor) -> dict[str, Tensor]:
 
 
 def nested_differences() -> dict[str, float]:
-    """Compare gradients of the linear layer, which waited while the inner pass summed those of the convolution."""
+    """Compare gradients of the linear layer, delayed while the inner pass summed the convolution's."""
     buckets.LARGE = 1
     torch.manual_seed(0)
     net, image = Kept(), torch.randn(1, 2, 9, 6, 6)
@@ -162,7 +162,7 @@ def test_a_backward_pass_in_a_hook_of_another_one() -> None:
 
 
 def accumulated(way: str, clears: bool) -> str:
-    """Accumulate two backward passes, the second past a parameter with a hook; return what is said."""
+    """Accumulate two backward passes, the second past a parameter with a hook; return the message."""
     net = nn.ModuleList([nn.Conv3d(1, 1, 3, padding=1), nn.Conv3d(1, 1, 3, padding=1)])
     net[1].weight.register_post_accumulate_grad_hook(_double)
     heads: nn.Module = _Heads(net)

@@ -1,4 +1,4 @@
-"""The operator table takes each function once: a second registration would leave one of the two dead."""
+"""The operator table contains each function once: a second registration would hide one of the two."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tokens that are padded, rolled, taken apart into windows, put together and cropped, against the plain network.
+"""Tokens padded, rolled, split into windows, merged and cropped, against the plain network.
 
 Each shard computes large masks of shifted windows only for its own windows (``OwnRows``).
 """
@@ -317,7 +317,7 @@ def test_a_network_that_cuts_no_large_tensor_keeps_its_differences() -> None:
 
 
 def test_two_models_and_the_plain_network_share_a_mask() -> None:
-    """Networks cache their masks in a function, which every model of the process calls."""
+    """Networks cache their masks in a function that all models of the process call."""
     kept: list[Tensor] = []
 
     def add_shared(volume: Tensor, difference: Tensor, places: Tensor) -> Tensor:

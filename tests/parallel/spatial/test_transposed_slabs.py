@@ -1,4 +1,4 @@
-"""Convolutions whose slabs get planes of their neighbours back equal those on one device, and compute no more.
+"""Convolutions whose slabs receive neighbours' planes equal those on one device, without extra work.
 
 Transposed ones, and those whose large gradients have no room: what the neighbours' planes add to these comes apart.
 """
@@ -52,7 +52,7 @@ CASES = [
 
 
 class Net(nn.Module):
-    """A transposed convolution between others; what comes in front of it and behind it waits.
+    """A transposed convolution between deferred operators.
 
     With ``kernel``, residual blocks of this kernel come first: the gradients of their sums have no room.
     """
@@ -91,7 +91,7 @@ class Net(nn.Module):
 
 
 def count_direct(run: Callable[[], object]) -> int:
-    """Return how often the gradients of a transposed convolution took the short passage."""
+    """Return the number of gradients of a transposed convolution that used the direct path."""
     with mock.patch.object(slabs, "_derive_transposed", wraps=slabs._derive_transposed) as derived:
         run()
     return derived.call_count
@@ -131,7 +131,7 @@ def test_any_layer_in_front_and_behind(
 
 
 def verified(case: Case, front: str, behind: str) -> tuple[str, int]:
-    """Compare in each process; return what is wrong, and how often the short passage was taken."""
+    """Compare in each process; return differences, and how often the direct path was used."""
     torch.manual_seed(0)
     net = Net(case, front, behind)
     found: list = []
@@ -148,7 +148,7 @@ def test_slabs_of_processes_equal_one_device(case: Case, front: str) -> None:
 
 
 def verify_apart(net: nn.Module, planes: int, large: int, shards: int | None) -> tuple[str, int]:
-    """Compare with one device; return what is wrong, and how many planes' shares came apart.
+    """Compare with one device; return differences, and the number of planes sent separately.
 
     Slabs of ``large`` bytes and more are large.
     """
@@ -270,7 +270,7 @@ def test_nothing_is_cropped_or_joined() -> None:
 @pytest.mark.parametrize("fixed_order", [False, True])
 @pytest.mark.parametrize("planes", [8, 9])
 def test_what_came_without_gradients_may_be_changed_in_place_with_them(planes: int, fixed_order: bool) -> None:
-    """It was a view of some more planes, which torch lets nobody change once there are gradients again."""
+    """It was a view of more planes, which torch does not let users change with gradients on."""
 
     def change(net: Any, x: Tensor) -> Tensor:
         with torch.no_grad():

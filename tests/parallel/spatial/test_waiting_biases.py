@@ -1,4 +1,4 @@
-"""Biases that wait for a norm, against the plain network in float64: outputs, every gradient, buffers."""
+"""Biases deferred to a norm, against the plain network in float64: outputs, every gradient, buffers."""
 
 import copy
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Use = Callable[["Net", Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """Convolutions with biases, a norm, and what is done with them."""
+    """Convolutions with biases, a norm, and operations on them."""
 
     def __init__(self, norm: Callable[[int], nn.Module], use: Use) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let biases wait on a CPU, too, whose kernels add them in their own passes."""
+    """Defer biases on a CPU, too, where kernels add them in their own passes."""
     monkeypatch.setattr("volseg.parallel.spatial.lazy.bias.torch_adds_apart", lambda slab: True)
 
 
@@ -175,7 +175,7 @@ def test_a_change_in_place_copies_nothing_that_a_norm_keeps(monkeypatch: pytest.
 
 
 def test_a_large_bias_costs_no_digits() -> None:
-    """A plain network rounds what it adds a bias to; ours is the closer one."""
+    """A plain network rounds before it adds a bias; ours is closer to float64."""
     torch.manual_seed(0)
     exact = Net(NORMS["instance"], USES["norm"])
     with torch.no_grad():
@@ -202,7 +202,7 @@ def test_a_bias_that_is_changed_before_it_is_added_is_refused() -> None:
 def test_a_bias_that_torch_refuses_is_refused(
     function: Callable[..., Tensor], bias: Callable[[Tensor], Tensor], way: str
 ) -> None:
-    """A right one comes first: what is known of a layer's call is no reason to take the next one's bias."""
+    """A valid bias comes first: the cached layer call must not accept the next, invalid one."""
 
     def use(net: Net, x: Tensor) -> Tensor:
         weight = net.second.weight  # of as many channels in as out
@@ -225,7 +225,7 @@ def test_a_bias_that_torch_refuses_is_refused(
 def test_the_gradient_of_what_a_norm_has_read_without_its_bias_is_refused(
     ask: Callable[[Tensor, Tensor], object], way: str
 ) -> None:
-    """A hook that came after the norm saw nothing of its gradient, and what it returned was lost."""
+    """A hook registered after the norm missed its gradient, and its result was lost."""
 
     def use(net: Net, x: Tensor) -> Tensor:
         found = net.up(net.strided(x))

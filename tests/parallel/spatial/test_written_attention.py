@@ -1,4 +1,4 @@
-"""Attention that networks write out, by the kernels' plain form, against the plain network: gradients, two steps."""
+"""Attention written out in networks, by the kernels' plain form, against the plain network: two steps."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ Heads = Callable[["Net", Tensor, Tensor, Tensor], Tensor]
 
 
 class Net(nn.Module):
-    """A volume's voxels as tokens, four windows of them; heads attend, and a convolution reads what comes."""
+    """A volume's voxels as tokens in four windows, with heads that attend, and a convolution after them."""
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ MOVED = ("like SwinUNETR", "checkpointed", "reshaped")
 
 @pytest.fixture
 def calls() -> Iterator[list[str]]:
-    """Let a CPU take the kernels' way, by their plain forms; give what was called."""
+    """Use the plain forms of the kernels on a CPU; return their calls."""
     with attention_by_plain_forms(torch.bfloat16) as found:
         yield found
 
@@ -302,7 +302,7 @@ def test_monais_blocks_are_exact(name: str, way: str, calls: list[str]) -> None:
 
 
 def compare_in_process(name: str) -> int:
-    """Compare where each process holds one slab; return how often it is ours."""
+    """Compare with one slab per process; return how often our attention ran."""
     torch.manual_seed(0)
     with attention_by_plain_forms() as found:
         net = (Net(HEADS[name][0]) if name in HEADS else BLOCKS[name][0]()).double()
@@ -336,7 +336,7 @@ def test_processes_are_exact(name: str, processes: int) -> None:
 @pytest.mark.parametrize("way", ["fast", "two"])
 @pytest.mark.parametrize("name", ["windows", "shifted windows", "tokens", "crossed"])
 def test_under_autocast_scores_keep_their_digits(name: str, way: str, calls: list[str]) -> None:
-    """In bfloat16 ours lie as near to float64 as the plain network's, each gradient."""
+    """In bfloat16 each of our gradients is as close to float64 as the plain network's."""
     torch.manual_seed(0)
     exact = BLOCKS[name][0]()
     ours, plain = measure_rounding(exact, make_image(torch.float32).requires_grad_(), WAYS[way], None)

@@ -1,4 +1,4 @@
-"""Samples of the size of a volume, (B, C, D, H, W), for the operators that segmentation meets.
+"""Samples of volume size, (B, C, D, H, W), for the operators that segmentation uses.
 
 The database's own samples are small and of any shape; these are cut along D, H, W and along two of them at once. Values
 repeat in some, as they do in images: who breaks a tie decides about the gradient. Some have sizes that torch refuses.

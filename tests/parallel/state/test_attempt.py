@@ -1,4 +1,4 @@
-"""What an attempt changes is undone."""
+"""The changes of an attempt are undone."""
 
 import random
 
@@ -18,7 +18,7 @@ class Net(nn.Module):
 
 
 def numbers() -> tuple:
-    """Where the generators of torch, Python and NumPy stand."""
+    """Return the states of the generators of torch, Python and NumPy."""
     _, keys, position, *_ = np.random.get_state()  # noqa: NPY002
     return torch.get_rng_state().tolist(), random.getstate(), keys.tolist(), position
 

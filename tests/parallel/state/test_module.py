@@ -1,4 +1,4 @@
-"""What a forward pass leaves behind in a network is put back, or lent for the time of a recomputation."""
+"""Changes that a forward pass makes to a network are undone, or restored during recomputation."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What ends a recording, and what an attempt to record leaves behind: nothing. CUDA is not needed for any of it."""
+"""Events that end a recording, and the clean state after an attempt to record, tested without CUDA."""
 
 import copy
 import random
@@ -60,7 +60,7 @@ class Played:
 
 @pytest.fixture
 def made() -> SimpleNamespace:
-    """A network, an optimizer with state, and a recorder whose recordings run the step as CUDA would: not at all."""
+    """A network, an optimizer with state, and a recorder whose recordings do not run the step, as in CUDA."""
     torch.manual_seed(0)
     net = Block()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -159,7 +159,7 @@ def test_what_changes_beside_the_network_ends_the_recording(
 
 
 def test_a_failed_attempt_leaves_earlier_recordings_watched(made: SimpleNamespace) -> None:
-    """The first recording went on, whatever changed, once a second shape could not be recorded."""
+    """After a second shape failed to record, changes no longer ended the first recording."""
     assert calls(made, 2) == ["ran", "replayed"]
     made.during = lambda: 1 / 0
     assert calls(made, 2, torch.randn(1, 1, 4, 4, 4)) == ["ran", "ran"]
@@ -175,7 +175,7 @@ def test_what_could_change_unnoticed_is_not_recorded(made: SimpleNamespace) -> N
 
 
 def test_what_a_step_changes_itself_does_not_end_the_recording(made: SimpleNamespace) -> None:
-    """Values of parameters, buffers and the optimizer's state, and tensors that forward assigns anew."""
+    """Parameters, buffers and optimizer state change, and forward assigns new tensors."""
     calls(made, 2)
     made.step(X)
     made.net.drop.p = float("0.5")  # an equal value
@@ -265,7 +265,7 @@ def test_an_attempt_that_another_process_gives_up_leaves_no_trace(made: SimpleNa
 
 @pytest.mark.parametrize("agree", [True, False])
 def test_what_is_prepared_for_a_recording_is_undone_with_it(made: SimpleNamespace, agree: bool) -> None:
-    """A captured step's rates lie on the device: where it is not recorded they are numbers again."""
+    """A captured step has its rates on the device; without a recording they are numbers again."""
     group = made.optimizer.param_groups[0]
     state = RecordedState(made.net, made.optimizer, lambda: group.update(lr=torch.tensor(0.1)))
     recorder = Recorder(

@@ -55,7 +55,7 @@ def conv(inputs: int = 1, outputs: int = 1) -> nn.Conv3d:
 
 
 class Right(ModelParallel):
-    """A strategy that runs the plain network, so that what ``run`` adds is the only thing wrong."""
+    """A strategy that runs the plain network, so that only the faults of ``run`` are wrong."""
 
     run: Callable[..., Any] | None = None
 
@@ -132,7 +132,7 @@ def refuses_recomputation(fake: Right, x: Tensor) -> Tensor:
 
 @pytest.fixture
 def verify_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Report]:
-    """Return `verify` with a fake in the place of ``ModelParallel``, which runs a network by a function."""
+    """Return `verify` with a fake ``ModelParallel`` that runs a network by a function."""
 
     def verify_fake(run: Callable[..., Any] | None, net: nn.Module | None = None, **options: Any) -> Report:
         fake = type("Fake", (Right,), {"run": run})
