@@ -113,7 +113,7 @@ def test_a_file_of_weights_has_no_other_checkpoint(run):
     """The option was passed over for a file that names a checkpoint."""
     best = run / "checkpoints" / "latest.pt"
     assert len(load_trained(best, overrides=["device=cpu"]).models) == 1
-    with pytest.raises(ConfigError, match=r"latest\.pt is one file of weights; name its folder to take the best"):
+    with pytest.raises(ConfigError, match=r"latest\.pt is one file of weights; name its folder to use the best"):
         load_trained(best, "best")
 
 
@@ -334,9 +334,9 @@ def test_what_holds_no_weights_is_refused_and_leaves_no_run(first, task, tuning_
     for name, error, message in (
         ("gone.pt", ConfigError, "does not exist"),
         ("code.pt", CheckpointError, "holds more than tensors, plain values .*code \\(GLOBAL .*print\\)"),
-        ("none.pt", CheckpointError, "holds no state_dict"),
+        ("none.pt", CheckpointError, "contains no state_dict"),
         ("a.safetensors", CheckpointError, "a.safetensors is damaged: 0 bytes"),
-        ("empty.safetensors", CheckpointError, "holds no weights"),
+        ("empty.safetensors", CheckpointError, "contains no weights"),
     ):
         with pytest.raises(error, match=message):
             train(tuning_of(task, tmp_path / "run", f"training.start_from={tmp_path / name}"))

@@ -174,7 +174,7 @@ def test_what_cannot_be_measured_or_changed_is_refused(two_folds, task, tmp_path
         determine_postprocessing(two_folds)
     shutil.move(tmp_path / gone.name, gone)
     determine_postprocessing(two_folds)
-    with pytest.raises(ConfigError, match="holds the label maps as they are"):
+    with pytest.raises(ConfigError, match="contains the original label maps"):
         apply_postprocessing(two_folds, run.validation, run.validation)
     with pytest.raises(DataError, match="is not a folder of label maps"):
         apply_postprocessing(two_folds, tmp_path / "none", tmp_path / "out")

@@ -198,7 +198,7 @@ def test_the_spacing_step_reaches_network_and_augmentation_and_resuming_takes_th
     experiment.train(config("training.epochs=2"), resume=True)
     assert augmentations[1].spacing == (2, 2, 5)
     file.write_text('{"spacing": [1, 0, 1], "network": {}}', encoding="utf-8")
-    with pytest.raises(DataError, match=r"network\.json should hold the spacing"):
+    with pytest.raises(DataError, match=r"network\.json should contain the spacing"):
         open_run(RunFolder(config().folder)).build()
 
 
@@ -285,7 +285,9 @@ def test_the_new_place_of_the_first_stage_can_be_named(second, tmp_path, caplog)
     for attempt in (lambda: predict(run, image, tmp_path / "out"), lambda: volseg.load(run.path)):
         with pytest.raises(ConfigError, match=r"first one, .*first, is absent; .*--set data\.previous_stage=FOLDER"):
             attempt()
-    with pytest.raises(DataError, match=r"no validated label map of 1 of 1 cases.*--set data\.previous_stage=FOLDER"):
+    with pytest.raises(
+        DataError, match=r"lacks the validated label maps of 1 of 1 cases.*--set data\.previous_stage=FOLDER"
+    ):
         validate(run, overwrite=True)
     with caplog.at_level("INFO"):
         validate(run, overwrite=True, overrides=[f"data.previous_stage={moved}"])
@@ -567,7 +569,7 @@ def test_a_page_replaces_no_image(image, tmp_path, name):
     """With the image itself for its output and `--overwrite`, the page took the image's place."""
     (tmp_path / "pages").mkdir()
     before = image.read_bytes()
-    with pytest.raises(ConfigError, match=r"the page is HTML, and .* is named otherwise; name it such as view\.html"):
+    with pytest.raises(ConfigError, match=r"the page is HTML, but .* has another suffix; name it view\.html"):
         view(image, output=tmp_path / name, overwrite=True)
     assert image.read_bytes() == before
 
@@ -626,7 +628,7 @@ def test_a_config_that_is_edited_meanwhile_changes_no_trial_and_the_next_command
 @pytest.mark.parametrize(
     ("space", "metric", "setting", "message"),
     [
-        (SPACE, "hd95/Anterior", "evaluation.distances=false", "no validation gives the metric 'hd95/Anterior'"),
+        (SPACE, "hd95/Anterior", "evaluation.distances=false", "validations do not compute the metric 'hd95/Anterior'"),
         (SPACE, "nsd/Anterior", "evaluation.tolerance={Posterior: 1.0}", "did you mean .* 'nsd/Posterior'"),
         (SPACE, "lesion_f1/Anterior", "evaluation.lesions=[Posterior]", "did you mean 'lesion_f1/Posterior'"),
         ("split.validation: [fold, none]", "dice_mean", "seed=1", r"search\.yaml: a search compares validations"),

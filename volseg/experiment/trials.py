@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) -> str:
-    """Make data, train, validate on unseen cases, and predict cases without labels.
+    """Generate data, train, validate on unseen cases, and predict cases without labels.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
 
 
 SMALLEST = 16
-"""Voxels along each side, if the network takes so few."""
+"""Voxels along each side, if the network supports so few."""
 
 PLANES = 4
 """Planes of each shard along D, at the finest level."""
@@ -85,8 +85,8 @@ def verify(
     config : ExperimentConfig or path
         Config of the network, with the channels and classes of its task.
     num_devices : int
-        Number of shards, or of stages at most. GPUs if that many are visible; otherwise one GPU acts for all of them,
-        or copies on the CPU, which shows the same errors.
+        Number of shards, or of stages at most. GPUs if that many are visible; otherwise one GPU replaces all of them,
+        or the CPU does, which shows the same errors.
     shape : sequence of int, optional
         D, H, W of the volume; by default a small one that the network takes, no larger than the training patch.
     strategy : str, optional

@@ -107,7 +107,7 @@ def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, t
         wanted = {key for key in SEGMENTATION if not is_own and LOSSES.accepts(spec["name"], key)}
         loss = LOSSES.build({**{key: SEGMENTATION[key] for key in wanted}, **spec, **weights})
     if not callable(loss):
-        raise ConfigError(f"loss {spec['name']} must make something that can be called, got a {type(loss).__name__}")
+        raise ConfigError(f"loss {spec['name']} must build a callable, got a {type(loss).__name__}")
     return Named(AnyDepth(loss), list(inputs), [output])
 
 
@@ -128,8 +128,8 @@ def _build_for(targets: Targets, spec: Mapping[str, Any]) -> nn.Module:
         kinds = {"regions": targets.regions, "ignored voxels": targets.ignores, "hidden classes": targets.hidden}
         held = ", ".join(kind for kind, is_so in kinds.items() if is_so)
         raise ConfigError(
-            f"loss {name} does not know what the label maps hold ({held}); take DiceCELoss, or one of your own with a "
-            "parameter 'targets' (volseg.losses.Targets)"
+            f"loss {name} does not support label maps with {held}; use DiceCELoss, or your own loss with a parameter "
+            "'targets' (volseg.losses.Targets)"
         )
     # Without include_background the loss would skip its first output, as if it were the background.
     activation = {key: True for key in ("sigmoid", "include_background") if LOSSES.accepts(name, key)}
@@ -192,8 +192,8 @@ def build_metric(
     defaults = {"include_background": not has_background} if takes else {}
     if not has_background and takes and not spec.get("include_background", True):
         raise ConfigError(
-            f"metric {spec['name']} leaves the first column out (include_background: false), which is a region and no "
-            "background; leave it out of the config"
+            f"metric {spec['name']} skips the first column (include_background: false), but it is a region, not the "
+            "background; remove include_background from the config"
         )
     metric = OneHot(METRICS.build({**defaults, **spec}), columns)
     return Named(metric, [*inputs, *(["spacing"] if spec["name"] in DISTANCES else [])], [output])
@@ -235,8 +235,8 @@ class AnyDepth(nn.Module):
             return self.plain(logits, *others)
         if len(others) != 1:
             raise BatchFieldError(
-                f"{self.__name__} gets {1 + len(others)} fields, but the network gives a list of {len(logits)} volumes "
-                "for the first (deep supervision), which needs one label map; switch that off, or give two"
+                f"{self.__name__} gets {1 + len(others)} fields, but with deep supervision ({len(logits)} volumes of "
+                "logits) a loss needs two, logits and a label map; turn deep supervision off, or pass only these two"
             )
         (label,) = others
         weights = self.deep.get_weights(levels=len(logits))
@@ -262,7 +262,7 @@ def build_optimizer(
     spec : mapping
         Name and parameters.
     network : nn.Module
-        Parameters that require no gradient are left out.
+        Network to train; parameters that require no gradient are left out.
     on_gpu : bool
         Whether the parameters are on a GPU.
     parts : mapping, optional
@@ -278,7 +278,7 @@ def build_optimizer(
     optimizer = OPTIMIZERS.build({**fused, **spec}, group_parameters(network, parts))
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer {spec['name']} must make a torch.optim.Optimizer, got a {type(optimizer).__name__}"
+            f"optimizer {spec['name']} must build a torch.optim.Optimizer, got a {type(optimizer).__name__}"
         )
     for settings in parts.values():  # torch checks settings only if they are the defaults of all parameters
         OPTIMIZERS.build({**spec, **settings}, [nn.Parameter(torch.zeros(1))])
@@ -309,7 +309,7 @@ def match_parameters(patterns: Iterable[str], names: Sequence[str], setting: str
         parts = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
         near = get_close_matches(stem, parts, n=3) or {name.partition(".")[0] for name in names}
         near = [part if part in names else f"{part}.*" for part in near]  # the name of a part matches no parameter
-        raise ConfigError(f"{setting}: no parameter is called {pattern!r}; {did_you_mean(stem, near)}")
+        raise ConfigError(f"{setting}: no parameter matches {pattern!r}; {did_you_mean(stem, near)}")
     return matched
 
 
@@ -324,7 +324,7 @@ def freeze_parts(network: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in network.named_parameters()]
     frozen = {name for found in match_parameters(patterns, names, "training.frozen").values() for name in found}
     if frozen and frozen == set(names):
-        raise ConfigError(f"training.frozen: {list(patterns)} match all {len(names)} parameters; leave some to train")
+        raise ConfigError(f"training.frozen: {list(patterns)} match all {len(names)} parameters; leave some trainable")
     for name, parameter in network.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
@@ -361,7 +361,7 @@ def group_parameters(network: nn.Module, parts: Mapping[str, Mapping[str, Any]])
     groups, part_of = [], dict[str, str]()
     for pattern, found in match_parameters(parts, list(trained), "optimizer.parts").items():
         if shared := sorted(GLOBAL_SETTINGS & parts[pattern].keys()):
-            raise ConfigError(f"optimizer.parts: {pattern}: {shared[0]} is the same for all parameters; leave it out")
+            raise ConfigError(f"optimizer.parts: {pattern}: {shared[0]} must be the same for all parameters; remove it")
         if twice := [name for name in found if name in part_of]:
             raise ConfigError(
                 f"optimizer.parts: {twice[0]} is matched by {part_of[twice[0]]!r} and {pattern!r}; narrow one of them"

@@ -215,15 +215,15 @@ class SpreadValidation:
         StopRequested
             In every process, if one was asked to stop.
         DataError
-            If the processes together do not hold each case once.
+            If the processes together do not have each case exactly once.
         """
         told = run_together(self.group, self._judge, stops=StopRequested, poll=stop_if_requested)
         judged = [(name, case) for cases in told for name, case in cases]
         names = sorted(name for name, _ in judged)
         if names != sorted(self.order):
             raise DataError(
-                f"the processes of a validation must hold each of its {len(self.order)} cases once, got {names}; "
-                "give every process its own share of the cases, and all of them the same order"
+                f"the processes of a validation must together have each of its {len(self.order)} cases once, got "
+                f"{names}; give every process its own share of the cases, and the same order to all"
             )
         by_name = dict(judged)
         return self.validation.conclude([by_name[name] for name in self.order], writes=self._is_first())
