@@ -95,9 +95,7 @@ def test_configure_then_train(folder, tmp_path):
     assert "| mean " in result.output
     network = json.loads((tmp_path / "run" / "network.json").read_text(encoding="utf-8"))
     assert str(config.network.spec()["strides"]) in str(network)
-    with pytest.raises(
-        ConfigError, match="was not planned from a data set; continue it with the config it started with"
-    ):
+    with pytest.raises(ConfigError, match="not planned from a data set; continue it with the config it started with"):
         call("train", folder, "-o", tmp_path / "run", "--resume")
 
 

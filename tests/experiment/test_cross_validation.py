@@ -243,10 +243,7 @@ def test_the_folds_of_a_split_file(quick, task, tmp_path):
     validated = [fold.split.validation for fold in plan_folds(config, load_task(task))]
     assert validated == [tuple(names[:2]), tuple(names[4:])]
     for splits, message in (
-        (
-            [first, {"train": names[2:], "val": names[1:2]}],
-            rf"{names[1]} is a validation case of folds 0 and 1 of .*splits\.json",
-        ),
+        ([first, {"train": names[2:], "val": names[1:2]}], rf"{names[1]} is .* of folds 0 and 1 of .*splits\.json"),
         ([{"train": names, "val": []}], r"fold 0 of .*splits\.json has no case to validate"),
     ):
         with pytest.raises(ConfigError, match=message):

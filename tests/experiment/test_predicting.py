@@ -161,9 +161,7 @@ def test_predictions_of_other_weights_or_settings_are_not_mixed(own_run, images,
     settings = own_run.config_file
     text = settings.read_text(encoding="utf-8")
     settings.write_text(text.replace("mirror: false", "mirror: true"), encoding="utf-8")
-    with pytest.raises(
-        ConfigError, match=r"with other settings \(inference differ\); name another folder with --output"
-    ):
+    with pytest.raises(ConfigError, match=r"other settings \(inference differ\); name another folder with --output"):
         predict(own_run, [images], output, resume=True)
     settings.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"made with other settings \(checkpoint differ\)"):

@@ -320,9 +320,7 @@ def test_resume_refuses_cases_that_changed_sides(outcome, configured, task, tmp_
     manifest = read_json(smaller / "dataset.json")
     manifest["training"].pop()
     (smaller / "dataset.json").write_text(json.dumps(manifest), encoding="utf-8")
-    with pytest.raises(
-        DataError, match=r"no longer match .*split\.json: .* no training case may be used for validation"
-    ):
+    with pytest.raises(DataError, match=r"no longer match .*split\.json: .* no training case may be used for"):
         train(configured(f"data.root={smaller}", "training.epochs=3"), resume=True)
 
 
@@ -332,9 +330,7 @@ def test_a_prediction_never_replaces_its_image(trained, task, tmp_path, monkeypa
     before = (tmp_path / "synthetic_007.nii.gz").read_bytes()
     (tmp_path / "link").symlink_to(tmp_path)
     for images, output in (([Path(image)], Path()), ([Path("synthetic_007.nii.gz")], tmp_path / "link")):
-        with pytest.raises(
-            DataError, match=r"contains the image .*synthetic_007\.nii\.gz, which a label map would replace"
-        ):
+        with pytest.raises(DataError, match=r"contains the image .*synthetic_007\.nii\.gz, which a label map would"):
             predict(trained.folder, images, output)
     assert (tmp_path / "synthetic_007.nii.gz").read_bytes() == before
 

@@ -285,9 +285,7 @@ def test_the_new_place_of_the_first_stage_can_be_named(second, tmp_path, caplog)
     for attempt in (lambda: predict(run, image, tmp_path / "out"), lambda: volseg.load(run.path)):
         with pytest.raises(ConfigError, match=r"first one, .*first, is absent; .*--set data\.previous_stage=FOLDER"):
             attempt()
-    with pytest.raises(
-        DataError, match=r"lacks the validated label maps of 1 of 1 cases.*--set data\.previous_stage=FOLDER"
-    ):
+    with pytest.raises(DataError, match=r"lacks the validated .* 1 of 1 cases.*--set data\.previous_stage=FOLDER"):
         validate(run, overwrite=True)
     with caplog.at_level("INFO"):
         validate(run, overwrite=True, overrides=[f"data.previous_stage={moved}"])

@@ -118,7 +118,7 @@ def test_a_training_that_begins_leaves_the_checkpoints_of_an_earlier_one(make_tr
     make_training(epochs=1, hooks=[Checkpoints(tmp_path)]).run()
     written = (tmp_path / LATEST).read_bytes()
     with pytest.raises(
-        CheckpointError, match=r"holds latest\.pt of an earlier training.*load_checkpoint\('.*latest\.pt'"
+        CheckpointError, match=r"contains latest\.pt of an earlier training.*load_checkpoint\('.*latest\.pt'"
     ):
         make_training(epochs=2, hooks=[Checkpoints(tmp_path)]).run()
     assert (tmp_path / LATEST).read_bytes() == written

@@ -44,16 +44,8 @@ def test_a_bare_network_and_a_bare_loss_train_as_named_ones_do(devices):
         ({"network": Named(abs, ["a"], ["b"])}, ConfigError, r"Training needs a Named nn\.Module, got a Named abs"),
         ({"network": nn.Conv3d}, ConfigError, "a module from image to logits.* got <class"),
         ({"loss": "dice"}, ConfigError, "a module from logits, label to loss.* got 'dice'"),
-        (
-            {"loss": nn.CrossEntropyLoss(reduction="none")},
-            BatchFieldError,
-            r"returned loss of shape \(2, 4, 4, 4\).*mean",
-        ),
-        (
-            {"batches": [tuple(BATCH.values())]},
-            BatchFieldError,
-            "a batch must be a dict of fields such as .* got a tuple",
-        ),
+        ({"loss": nn.CrossEntropyLoss(reduction="none")}, BatchFieldError, r"loss of shape \(2, 4, 4, 4\).*mean"),
+        ({"batches": [tuple(BATCH.values())]}, BatchFieldError, "a batch must be a dict of fields .* got a tuple"),
         ({"batches": iter([BATCH])}, ConfigError, "batches need a length, .* got a list_iterator; pass a DataLoader"),
         ({"batches": []}, ConfigError, "batches are empty"),
         ({"batches": [{"x": BATCH["image"]}]}, BatchFieldError, r"Conv3d needs \['image'\], but the batch has \['x'\]"),

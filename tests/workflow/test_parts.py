@@ -63,7 +63,7 @@ def test_parts_that_mean_nothing_or_two_things_are_refused(parts, message):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("encodr.*", r"no parameter is called 'encodr\.\*'; did you mean 'encoder\.\*'"),
+        ("encodr.*", r"no parameter matches 'encodr\.\*'; did you mean 'encoder\.\*'"),
         ("output.1", r"no parameter matches 'output\.1'; did you mean 'output\.1\.\*'"),
         ("*", "leave some trainable"),
     ],

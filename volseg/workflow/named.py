@@ -92,7 +92,7 @@ class Named(nn.Module):
         count = len(results) if isinstance(results, tuple | list) else 1
         if count != len(self.outputs):
             raise BatchFieldError(
-                f"{self.title} returned {count} result(s), not {len(self.outputs)} like its Named: {list(self.outputs)}"
+                f"{self.title} returned {count} result(s), but {len(self.outputs)} are named: {list(self.outputs)}"
             )
         return dict(zip(self.outputs, results, strict=True))
 
