@@ -36,7 +36,7 @@ def main() -> None:
     volume = torch.randn(1, 1, *[given.side] * 3)
     label = (volume > 1).long()
     for step in range(given.steps):
-        loss = criterion(model(volume), label)  # slabs all the way: nothing is gathered on one GPU
+        loss = criterion(model(volume), label)  # computed on slabs: nothing is gathered on one GPU
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

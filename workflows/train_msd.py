@@ -1,4 +1,4 @@
-"""Train on a task of the Decathlon in plain Python: what `volseg train configs/msd/taskNN_*.yaml` does.
+"""Train on a task of the Decathlon in plain Python, like `volseg train configs/msd/taskNN_*.yaml`.
 
 python workflows/train_msd.py --task 9 --root DIR/Task09_Spleen
 

@@ -295,7 +295,7 @@ def test_auto_takes_the_fast_kernels_where_they_pay(chosen):
 @pytest.mark.parametrize(
     ("trains", "overrides", "reason"),
     [
-        (True, ["training.precision=fp32"], "faster only in bfloat16, but training.precision is another"),
+        (True, ["training.precision=fp32"], "faster only in bfloat16, but training.precision differs"),
         (True, ["training.record=false"], "no step is recorded with training.record: false"),
         (True, ["training.accumulate=2"], "no step is recorded with training.accumulate: 2"),
         (True, ["optimizer={name: Adagrad, lr: 0.1}"], "with optimizer Adagrad, which is not fused"),

@@ -184,7 +184,7 @@ def test_weights_that_cannot_be_are_refused_with_their_names(configured, tabled)
         with pytest.raises(ConfigError, match=r"data\.weights\.case_7"):
             configured(f"data.weights={{case_7: {wrong}}}")
     for wrong in ("-1", "nan", "inf", "70kg"):
-        with pytest.raises(DataError, match=rf"the weight of case \w+ is '{wrong}', not a finite number of at least 0"):
+        with pytest.raises(DataError, match=rf"the weight of case \w+ is '{wrong}', but must be a finite number of"):
             choose_cases(tabled(1, 1, wrong, 1, 1, 1))
     with pytest.raises(DataError, match="all 4 training cases have weight 0: "):
         choose_cases(configured("data.weights={'*': 0}"))

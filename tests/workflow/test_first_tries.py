@@ -70,7 +70,7 @@ def test_other_faults_of_networks_and_losses_stay_what_they_are_and_name_the_bat
     with pytest.raises(RuntimeError, match="expected input") as raised:
         train(batches=[BATCH, {**BATCH, "image": torch.ones(2, 3, 4, 4, 4)}])
     assert raised.value.__notes__ == [
-        "in epoch 1, batch 2, of image (2, 3, 4, 4, 4), label (2, 4, 4, 4); cases: unknown"
+        "in epoch 1, batch 2, with image (2, 3, 4, 4, 4), label (2, 4, 4, 4); cases: unknown"
     ]
 
     def broken(logits, label):

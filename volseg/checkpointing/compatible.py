@@ -58,7 +58,7 @@ RULES: Mapping[str, ResumeRule] = {
     ),
     "replicas and slabs, with `training.deterministic`": ResumeRule(
         "must be equal",
-        "they decide the order of sums, and so the bits",
+        "they determine the order of sums, and thus the bits",
         refusal="{folder} was started with {before} and training.deterministic: true, which gives the same bits only "
         "with these numbers, got {now}; restore both numbers (fewer processes may compute them), or start a new run "
         "with another --output",
@@ -90,7 +90,7 @@ RULES: Mapping[str, ResumeRule] = {
     ),
     "voxels of each case, and which cases are bad": ResumeRule(
         "must be equal",
-        "the scores are of these images and labels",
+        "the scores are for these images and labels",
         "cases.json",
         "{folder} was started with other versions of its cases: {changes}. Restore these files, "
         "or start a new run with another --output",
@@ -104,9 +104,9 @@ RULES: Mapping[str, ResumeRule] = {
     ),
     "tensors of the network, groups of the optimizer": ResumeRule("must be equal", "a state must fit", "checkpoints"),
     "the GPUs": ResumeRule("may differ", "the random state of a missing GPU is skipped", "checkpoints"),
-    "plan of a run that was given a data set": ResumeRule("is kept", "the data may have changed", "planned.yaml"),
+    "plan of a run from a data set": ResumeRule("is kept", "the data may have changed", "planned.yaml"),
     "network, and spacing of the data": ResumeRule("is kept", "the data may have changed", "network.json"),
-    "mesh of `parallel: auto`": ResumeRule("is kept", "sums keep their order; another number of GPUs chooses again"),
+    "mesh of `parallel: auto`": ResumeRule("is kept", "sums keep their order; chosen again for another number of GPUs"),
     "kernels of `training.kernels: measured`": ResumeRule("is kept", "a new measurement may differ", "kernels.json"),
     "what `parallel.on_oom: replan` changed": ResumeRule(
         "is kept", "the first way ran out of memory", "replanned.json"

@@ -1,7 +1,7 @@
 """Record the sources of a run's custom components, and check that they are available when the run is used again.
 
-``components.json`` records the source of each component; ``components/`` holds copies of files. The copies run only if
-the user names them by ``--components``.
+``components.json`` records the source of each component; ``components/`` has copies of files. The copies run only if
+the user names them with ``--components``.
 """
 
 import logging
@@ -55,7 +55,7 @@ def require_components(folder: Path, *, resumes: bool) -> None:
     ----------
     folder : Path
     resumes : bool
-        Whether the run resumes: then its readers must be available, and files must hold the same bytes. Otherwise a
+        Whether the run resumes: then its readers must be available, and files must have the same bytes. Otherwise a
         changed file is only logged.
 
     Raises

@@ -95,7 +95,7 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Tra
 
 
 def parse_checkpoint(content: Any, path: Path) -> TrainingState | None:
-    """Return the training's state in a file's content; None if it holds none.
+    """Return the training's state in a file's content; None if it has none.
 
     Raises
     ------
@@ -278,7 +278,7 @@ Buffers = dict[tuple[Any, ...], Tensor]
 def copy_to_host(state: TrainingState, buffers: Buffers) -> TrainingState:
     """Return a copy of a state in host memory, pinned for copies from a GPU.
 
-    ``buffers`` are overwritten where they fit; new ones are added.
+    ``buffers`` of the right size are overwritten; others are added.
     """
     gpus: set[torch.device] = set()
     parts = {part.name: getattr(state, part.name) for part in fields(state)}

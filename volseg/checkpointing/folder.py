@@ -116,7 +116,7 @@ class RunFolder:
         return self.config_file.exists()
 
     def require_free(self) -> None:
-        """Raise if the folder already holds a run, or cannot be written to.
+        """Raise if the folder already contains a run, or cannot be written to.
 
         Raises
         ------

@@ -110,7 +110,7 @@ class JobFolder:
         """Update the description of a resumed run; remove summaries of weights that will be replaced."""
         if not self.leads:
             return
-        if not finished:  # first: a report beside a config means that this config is trained
+        if not finished:  # first: a report next to a config means that this config is trained
             self.folder.forget_validation()
         for name, content in files.items():
             self.folder.write_json(name, content)
@@ -216,7 +216,7 @@ def _release(descriptor: int, path: Path) -> None:
         path.unlink()  # while the lock is still held
     os.close(descriptor)
     if is_own:
-        with suppress(OSError):  # it holds files, is a symbolic link, or a disk is mounted there
+        with suppress(OSError):  # it contains files, is a symbolic link, or a disk is mounted there
             path.parent.rmdir()
 
 
@@ -249,7 +249,7 @@ def _locked(path: Path) -> int:
             ) from None
         except OSError as fault:
             logger.info("%s cannot be locked (%s); do not start another training in it", path.parent, fault)
-        # The last holder may have removed the file before the lock was taken; another process may hold a new file.
+        # The last holder may have removed the file before the lock was taken; another process may lock a new file.
         if _is_at(descriptor, path):
             return descriptor
         os.close(descriptor)

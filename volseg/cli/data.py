@@ -87,7 +87,7 @@ def info(
 
 def _describe_data(root: Path) -> str:
     """Return a description of a data set; read only the first image of each case, as a case has one grid."""
-    # What follows imports torch: not for --help.
+    # These modules import torch: not for --help.
     import numpy as np
 
     from volseg.config.catalogue import format_numbered  # pydantic

@@ -55,7 +55,10 @@ def predict(
     skip_existing: Annotated[bool, Option("--skip-existing", help="Keep all existing label maps.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace existing label maps.")] = False,
     strict: Annotated[bool, Option("--strict", help="Read all images first; stop at the first failure.")] = False,
-    gpus: Annotated[int | None, Option(min=1, metavar="N", help="Number of GPUs; few cases are cut over all.")] = None,
+    gpus: Annotated[
+        int | None,
+        Option(min=1, metavar="N", help="Number of GPUs; if there are fewer cases, each is cut over all GPUs."),
+    ] = None,
     postprocessing: Annotated[bool, Option(help="Apply the steps that `volseg postprocess SOURCE` chose.")] = True,
     probabilities: Annotated[bool, Option("--probabilities", help="Also write DIR/probabilities.")] = False,
     uncertainty: Annotated[
@@ -109,7 +112,7 @@ def postprocess(
     overwrite: Annotated[bool, Option("--overwrite", help="With --apply: replace existing results.")] = False,
     components: Components = None,
 ) -> None:
-    """Try largest components and hole filling on the validation cases; keep what helps."""
+    """Try largest components and hole filling on the validation cases; keep the steps that help."""
     if (apply is None) != (output is None):
         raise typer.BadParameter(
             "--apply names the label maps, and --output the folder for the results; use both or neither"
@@ -151,7 +154,7 @@ def evaluate(
     ],
     names: Annotated[str | None, Option(help="dataset.json, or 1=liver,2=tumour; default: from the files.")] = None,
     metrics: Annotated[list[str] | None, Option(help="Metric to show: dice, nsd, hd95, assd ...; repeatable.")] = None,
-    tolerance: Annotated[float | None, Option(min=0, metavar="MM", help="Of NSD; default the public task's.")] = None,
+    tolerance: Annotated[float | None, Option(min=0, metavar="MM", help="For NSD; default the public task's.")] = None,
     lesions: Annotated[
         list[str] | None, Option(metavar="LABEL", help="Count this label's lesions; repeatable.")
     ] = None,

@@ -68,7 +68,7 @@ FOREIGN = (
 """Hidden FutureWarnings by message and module: each is between two libraries; the comment above states its reason."""
 
 WRONG_COMMAND: type[Exception] = typer.BadParameter.__mro__[1]
-"""Click's ``UsageError``, wherever the installed typer has it."""
+"""Click's ``UsageError``, from the module that the installed typer uses."""
 
 
 def run_to_end() -> NoReturn:

@@ -70,7 +70,7 @@ def doctor(
     cache: Annotated[Path | None, Option(metavar="FOLDER", help="Default $VOLSEG_CACHE, else ~/.cache/volseg.")] = None,
     runs: Annotated[Path | None, Option(metavar="FOLDER", help="Folder of the runs; default runs.")] = None,
 ) -> None:
-    """Check this machine (GPUs, driver, torch, memory, disks, limits) and say how to fix what is wrong.
+    """Check this machine (GPUs, driver, torch, memory, disks, limits) and report how to fix problems.
 
     Exit status 1 if anything stops a training.
     """
@@ -96,7 +96,7 @@ def init(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a config with every key explained."""
-    from volseg.commands import spell  # what follows imports torch: not for --help
+    from volseg.commands import spell  # these modules import torch: not for --help
     from volseg.experiment.configuring import init_config
 
     config = init_config(output, data=data, like=like, minimal=minimal, overwrite=overwrite)

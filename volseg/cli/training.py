@@ -53,7 +53,7 @@ def configure(
     components: Components = None,
 ) -> None:
     """Analyse a data set and write a training config; each value is commented with its reason."""
-    from volseg.files import require_new  # what follows imports torch: not for --help
+    from volseg.files import require_new  # these modules import torch: not for --help
     from volseg.planning.plan import parse_memory, write_config
 
     memory = parse_memory(gpu_memory)
@@ -147,7 +147,7 @@ def cross_validate(
     if more_folds and not folds:
         raise typer.BadParameter(f"got {more_folds[0]} after CONFIG; choose folds with --folds 0 1 ...")
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
-    # click gives an option one value, so numbers after `--folds 0` are arguments.
+    # click passes one value to an option, so numbers after `--folds 0` are arguments.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
     require_data(loaded.data.root)

@@ -143,8 +143,8 @@ def _read_weight(text: str, name: str, task: Task) -> float:
         weight = math.nan
     if not 0 <= weight < math.inf:
         raise DataError(
-            f"{task.name}: the weight of case {name} is {text!r}, not a finite number of at least 0, the "
-            "relative frequency of the case (rename a column 'weight' with another meaning)"
+            f"{task.name}: the weight of case {name} is {text!r}, but must be a finite number of at least 0 "
+            "(how often the case is drawn); rename a column 'weight' with another meaning"
         )
     return weight
 
@@ -230,7 +230,7 @@ def prepare_chosen(
 def choose_split(config: ExperimentConfig, task: Task) -> Split:
     """Return the split that the config names: from its file, else from the data set, else nnU-Net's.
 
-    Given splits are used unchanged; `ChosenCases.patients` says whether they cut a patient.
+    Given splits are used unchanged; `ChosenCases.patients` reports whether they cut a patient.
 
     Raises
     ------
@@ -260,7 +260,7 @@ def list_given_splits(config: ExperimentConfig, task: Task) -> Sequence[Split] |
 
 
 def describe_patients(task: Task, group: str | None, split: Split, *, is_given: bool) -> PatientReport:
-    """Return what to report about the patients of a training.
+    """Return the report about the patients of a training.
 
     A split that cuts a patient is still used: published folds do so, and results on them are compared.
 

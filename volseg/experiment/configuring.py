@@ -60,7 +60,7 @@ def configure(
     Raises
     ------
     ConfigError
-        If nothing fits the memory, or ``like`` does not say how its network was trained.
+        If nothing fits the memory, or ``like`` has no config of its network.
     DataError
         If there is no data set, or if cases are bad: all of them at once.
     """

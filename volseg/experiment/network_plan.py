@@ -78,7 +78,7 @@ def plan_network(config: ExperimentConfig, task: Task) -> NetworkPlan:
     ConfigError
         If the network cannot be planned for the patch.
     DataError
-        If neither a case nor the preprocessing gives the size of voxels.
+        If neither a case nor the preprocessing defines the size of voxels.
     """
     # Machines may store the files in different forms.
     d, h, w = json.loads(gather_over_processes([json.dumps(compute_spacing(config, task))])[0])
@@ -124,7 +124,7 @@ def _remark(known: Mapping[str, Sides], median: Sides) -> None:
     off = {name: np.maximum(np.divide(sides, median), np.divide(median, sides)).max() for name, sides in known.items()}
     if far := sorted((name for name in off if off[name] > VARIES), key=lambda name: -off[name]):
         logger.warning(
-            "look at the voxel sides: %d of %d cases differ from the median %s mm by more than %g times along an axis, "
+            "check the voxel sides: %d of %d cases differ from the median %s mm by more than %g times along an axis, "
             "first %s with %s mm; the preprocessing has no Spacing step, so the network sees them as they are",
             *(len(far), len(known), _join(median), VARIES, far[0], _join(known[far[0]])),
         )

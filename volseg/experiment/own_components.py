@@ -197,7 +197,7 @@ def _run(path: Path, content: bytes) -> None:
     setattr(module, EXECUTED, content)
     sys.modules[module.__name__] = module
     try:
-        exec(compile(content, str(path), "exec"), module.__dict__)  # noqa: S102 - what the command line names is run
+        exec(compile(content, str(path), "exec"), module.__dict__)  # noqa: S102 - the command line names the file
     except VolsegError as fault:
         raise ConfigError(f"--components {path}{_line_of(fault, path)}: {fault}") from fault
     except Exception as fault:  # any error of the user's code

@@ -2,7 +2,7 @@
 
 Requirements of a network beyond its parameters (a package that MONAI imports late, a size, an output for each label)
 appear only when it runs. On meta tensors a run costs no memory and a tenth of a second. A network that reads values,
-which meta tensors lack, runs on the smallest volume that it takes.
+which meta tensors lack, runs on the smallest volume that it supports.
 """
 
 import logging
@@ -74,7 +74,7 @@ def rehearse_network(network: FitGrid, config: ExperimentConfig, task: Task) -> 
     if came[:1] != [wanted] or any(len(head) != 5 or head[1] != wanted[1] for head in came):
         raise ConfigError(
             f"network {name} must return logits (B, K, D, H, W) = {wanted} for an image of {shape}, with K = "
-            f"{task.num_outputs} for the task's labels, got {came}; name more than one output in network.outputs"
+            f"{task.num_outputs} for the task's labels, got {came}; name further outputs in network.outputs"
         )
     return made
 

@@ -356,7 +356,7 @@ class _Study:
         return [(line.epoch, line.scalars[tag]) for line in lines if line.epoch not in known]
 
     def finish(self, run: PlannedTrial, worker: Worker) -> None:
-        """Tell Optuna how a trial ended."""
+        """Report the end of a trial to Optuna."""
         for epoch, value in self._list_new(run):
             run.trial.report(value, epoch)
         frozen = self._list()[run.trial.number]

@@ -128,7 +128,7 @@ class _Run:
     model: nn.Module
     reading: CaseReading
     held_out: PreparedCases
-    """Validation cases; the batches hold the training cases."""
+    """Validation cases; the batches have the training cases."""
     training: Training
     memory: FirstSteps
     log: TrainingLog
@@ -191,7 +191,7 @@ class _Run:
         return config
 
     def _make_batches(self, config: ExperimentConfig, mesh: TrainingMesh) -> EpochBatches:
-        """Return the batches. On a GPU they copy the training cases, which no other object holds afterwards."""
+        """Return the batches. On a GPU they copy the training cases, which no other object keeps afterwards."""
         with self.signs.span("preparing"):
             prepared = self.reading.prepare(self.chosen)
         meter = GpuMeter()

@@ -39,21 +39,21 @@ entropy always uses a softmax."""
 
 OVERLAPS = ("DiceMetric", "GeneralizedDiceScore", "MeanIoU")
 DISTANCES = ("HausdorffDistanceMetric", "SurfaceDiceMetric", "SurfaceDistanceMetric")
-"""Metrics in mm; they take the spacing."""
+"""Metrics in mm, which need the spacing."""
 
 OTHER_LOOPS = ("LBFGS", "Muon", "SparseAdam")
 """Optimizers for closures, for matrices, and for sparse gradients."""
 
 
 def _losses() -> dict[str, Callable[..., Any]]:
-    """Return MONAI's losses that take logits; others (registration, probabilities) would be silently wrong."""
+    """Return MONAI's losses on logits; others (registration, probabilities) would be silently wrong."""
     registry = Registry("loss", _classes(monai.losses, Loss))
     taken = {
         name: loss
         for name, loss in registry.items()
         if (registry.accepts(name, "softmax") or registry.accepts(name, "use_softmax"))
         and loss.__name__ == name  # `dice_ce` and others are aliases
-        and not name.startswith("Masked")  # takes a mask, which no batch has
+        and not name.startswith("Masked")  # needs a mask, which no batch has
     }
     return {**taken, "DiceCELoss": DiceCELoss}
 
@@ -80,9 +80,9 @@ def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, t
     (deep supervision, full resolution first) gets `monai.losses.DeepSupervisionLoss`'s weights. Class weights become a
     tensor.
 
-    If the label maps hold more than one class per value, ``DiceCELoss`` is that of `volseg.losses.known_voxels`. A
-    custom loss with a parameter ``targets`` gets the targets. MONAI's losses of `OVERLAPPING` take regions. Any other
-    loss is refused: its value would be wrong.
+    If the label maps have more than one class per value, ``DiceCELoss`` is that of `volseg.losses.known_voxels`. A
+    custom loss with a parameter ``targets`` gets the targets. MONAI's losses of `OVERLAPPING` support regions. Other
+    losses are refused: their values would be wrong.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def build_metric(
     inputs, output
         Fields of a case, and the name of the metric.
     num_classes : int, optional
-        Number of classes; label maps hold 0 to ``num_classes - 1``.
+        Number of classes; label maps contain 0 to ``num_classes - 1``.
     columns : sequence, optional
         Replaces ``num_classes``: the label values of each column of the one-hot form, either ``(0,)`` first and one
         value each, or the values of each region.
@@ -230,7 +230,7 @@ class AnyDepth(nn.Module):
         self.deep = DeepSupervisionLoss(loss)
 
     def forward(self, logits: Tensor | list[Tensor], *others: Any) -> Tensor:
-        """Return the scalar loss of ``logits`` and a label map, or of other fields that the loss takes."""
+        """Return the scalar loss of ``logits`` and a label map, or of other fields that the loss reads."""
         if not isinstance(logits, list | tuple):
             return self.plain(logits, *others)
         if len(others) != 1:
@@ -253,7 +253,7 @@ class AnyDepth(nn.Module):
 def build_optimizer(
     spec: Mapping[str, Any], network: nn.Module, *, on_gpu: bool, parts: Mapping[str, Mapping[str, Any]] = {}
 ) -> Optimizer:
-    """Return an optimizer over the trainable parameters, fused on a GPU where torch supports it.
+    """Return an optimizer over the trainable parameters, fused on a GPU if torch supports it.
 
     With a fused optimizer the host does not wait for the gradient scaler's check for infinities.
 
@@ -285,7 +285,7 @@ def build_optimizer(
     return optimizer
 
 
-# Parts of a network, by patterns of its parameters' names: frozen, or with a learning rate of their own.
+# Parts of a network, by patterns of its parameters' names: frozen, or with a separate learning rate.
 #
 # Names are those of the plain network, without its wrappers. In a pattern, ``*`` matches any text, dots included. A
 # pattern without a match is refused: it could leave a part training that the user believes frozen.

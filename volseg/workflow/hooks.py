@@ -55,7 +55,7 @@ class Hook:
         """When an epoch's score is the best so far; called before ``on_epoch_end``."""
 
     def on_interrupt(self, training: "Training") -> None:
-        """When a signal stops the training between two batches; save what must not be lost."""
+        """When a signal stops the training between two batches; save everything that must not be lost."""
 
     def on_training_end(self, training: "Training") -> None:
         """After the last epoch, or when the training was stopped, interrupted or failed."""
@@ -168,7 +168,7 @@ class Checkpoints(Hook):
 
     Examples
     --------
-    A script that resumes where it was stopped:
+    A script that resumes after it was stopped:
 
     >>> from tempfile import mkdtemp
     >>> import torch

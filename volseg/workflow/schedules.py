@@ -1,6 +1,6 @@
 """Update the learning rate, and an exponential moving average of a model's weights, after each optimizer step.
 
-Schedules need no length of their own: the training computes its progress.
+A schedule needs no length: the training computes its progress.
 
 ``torch.optim.swa_utils.AveragedModel`` deep-copies the module, which fails for a network placed on several devices.
 `WeightAverage` keeps the averaged tensors next to the module and swaps them in during a validation.

@@ -41,7 +41,7 @@ class TrainingStep:
     clip : float, optional
         Largest norm of the gradient.
     record : bool
-        Record the step as a CUDA graph where possible; every batch must then be a whole step.
+        Record the step as a CUDA graph if possible; every batch must then be a whole step.
     batch_size : int, optional
         Samples of a whole batch; this process gets those of its own replicas. Required with several replicas.
     look : callable
@@ -247,7 +247,7 @@ def count_batches(batches: Any) -> int:
             "DataLoader, a list, or an object with __len__ and __iter__"
         ) from None
     if count < 1:
-        raise ConfigError("batches are empty; an epoch needs at least one (drop_last of a DataLoader may drop it)")
+        raise ConfigError("batches are empty; an epoch needs at least one (a DataLoader's drop_last may drop it)")
     return count
 
 

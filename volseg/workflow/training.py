@@ -276,7 +276,7 @@ class Training:
         except Exception as fault:
             shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
             cases = ", ".join(map(str, self.step.cases)) or "unknown"
-            fault.add_note(f"in epoch {self.epoch + 1}, batch {self.position + 1}, of {shapes}; cases: {cases}")
+            fault.add_note(f"in epoch {self.epoch + 1}, batch {self.position + 1}, with {shapes}; cases: {cases}")
             raise
         self._losses.add(losses, self.step.gradient_norm if completes else None, self.step.overlap)
         if self.device.type == "cpu":  # on a GPU, reading a value would wait for the device
@@ -344,7 +344,7 @@ class Training:
 
     def validate(self, validation: Callable[[], ScoreT]) -> ScoreT:
         """Call a validation in evaluation mode, with the averaged weights if there are any."""
-        report_progress("validate", min(self.epoch + 1, self.epochs))  # the final one comes after the last epoch
+        report_progress("validate", min(self.epoch + 1, self.epochs))  # the final validation follows the last epoch
         self.model.eval()
         if self.average is None:
             return validation()

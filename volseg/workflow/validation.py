@@ -103,7 +103,7 @@ class Validation:
     scoring : Scoring, optional
         Measurements in mm and ml; by default only counts and overlap.
     folder : path, optional
-        Where to write the predictions (``CASE.nii.gz``) and ``summary.json``.
+        Folder for the predictions (``CASE.nii.gz``) and ``summary.json``.
     batch_size : int
         Volumes of equal size that go through the model together.
     num_examples : int
@@ -270,7 +270,7 @@ class Testing:
     cases : iterable of Case
         Prepared; may be a generator, so that only a few volumes are in memory.
     folder : path
-        Where the predictions are written.
+        Folder for the predictions.
     batch_size : int
         Volumes of equal size that go through the model together.
     show : callable

@@ -282,7 +282,7 @@ SAYS_MEMORY = re.compile(
     r"|Storage size calculation overflowed",
     re.DOTALL,
 )
-"""Messages of allocators and libraries whose exceptions have no class of their own: of main memory, of CUDA's driver
+"""Messages of allocators and libraries whose exceptions have no separate class: of main memory, of CUDA's driver
 and of libraries. Other messages that mention memory do not match."""
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PAY_IN_BFLOAT16 = "the fast kernels are faster only in bfloat16, but training.precision is another"
+PAY_IN_BFLOAT16 = "the fast kernels are faster only in bfloat16, but training.precision differs"
 LAUNCHED = "without recording they are slower than torch's"
 
 
@@ -67,13 +67,13 @@ def choose_device(config: ExperimentConfig) -> torch.device:
 
 
 def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
-    """Return the network with its initial weights, on the CPU; it takes any volume size."""
+    """Return the network with its initial weights, on the CPU; it supports any volume size."""
     network = build_network(
         config.network.spec(), in_channels=task.num_inputs, out_channels=task.num_outputs, patch_size=config.patch.size
     )
     try:
         return FitGrid(network, divisors=getattr(network, "divisors", None))
-    except ImportError as fault:  # FitGrid has called its forward to find the sizes that it takes
+    except ImportError as fault:  # FitGrid has called its forward to find the sizes that it supports
         raise ConfigError(f"network {config.network.name} {explain_import(fault)}") from fault
 
 
@@ -143,7 +143,7 @@ def build_model(
     mesh: "TrainingMesh | None" = None,
     begin: Callable[[FitGrid], object] | None = None,
 ) -> nn.Module:
-    """Return the network on its device or devices; it takes any volume size and returns logits.
+    """Return the network on its device or devices; it supports any volume size and returns logits.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ def build_model(
     device : torch.device
         Device of this process; a strategy may use others too.
     trains : bool
-        Whether the network will be trained; otherwise one process predicts by itself.
+        Whether the network will be trained; otherwise a single process predicts.
     mesh : TrainingMesh, optional
         The processes that train together; only this process by default.
     begin : callable, optional

@@ -3,7 +3,7 @@
 With ``parallel.on_oom: replan`` a run resumes from its last checkpoint with settings that need less memory on the same
 devices, but only once. A second failure ends the run: it may be a leak, and every attempt costs minutes of GPUs.
 
-A single process frees its memory and starts again by itself. Of several processes, only one may fail while the others
+A single process frees its memory and starts again on its own. Of several processes, only one may fail while the others
 wait for it in a collective that cannot be interrupted. So all of them restart without the launcher's
 knowledge, and pass the failure on in an environment variable. After the restart the leader chooses for all of them:
 then no process waits in a collective, and the GPUs are empty.
@@ -196,7 +196,7 @@ class Replanning:
                 raise
             if not _is_of_step(self.config, cause):
                 raise OutOfMemoryError(
-                    f"{fault}. The failure was not in a training step ({get_milestone()}), so no other setting helps"
+                    f"{fault}. The failure was not in a training step ({get_milestone()}), so replanning cannot help"
                 ) from cause
             said = describe_attempt(self.config, choose_device(self.config), cause)
             failure = Failure(where=name_own_place(), at=str(get_milestone()), said=said, tried=self.tried)

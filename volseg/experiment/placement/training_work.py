@@ -47,7 +47,7 @@ class Described:
     batches: int
     """Batches of the traced step; each further batch of an optimizer step costs as much."""
     rule: GridRule
-    """Rule for the sides that the network takes."""
+    """Rule for the sides that the network supports."""
 
 
 def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataFacts) -> Described:

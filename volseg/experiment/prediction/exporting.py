@@ -112,7 +112,7 @@ def _export_bundle(
 
 
 def _require_same(folder: Path, network: nn.Module, shapes: list[tuple[int, ...]]) -> None:
-    """Raise unless the network that MONAI builds from the bundle gives the same logits."""
+    """Raise unless the network that MONAI builds from the bundle returns the same logits."""
     parser = ConfigParser()
     parser.read_config(str(folder / "configs" / "inference.json"))
     parser["bundle_root"], parser["device"] = str(folder), "$torch.device('cpu')"

@@ -120,7 +120,7 @@ def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
             f"nnU-Net predicts with windows of its plans' patch size, {list(plan.patch)}, got inference.window "
             f"{config.inference.window}; leave inference.window out"
         )
-    # nnU-Net predicts in float16 on a GPU; of what autocast offers, that has the most digits.
+    # nnU-Net predicts in float16 on a GPU; of autocast's types, it has the most digits.
     if config.training.precision == "auto" and choose_device(config).type == "cuda":
         config = config.with_values(training={"precision": "fp16"})
     return config

@@ -244,9 +244,7 @@ def to_volume(given: Any, affine: Any = None) -> MetaTensor:
         )
         raise DataError(f"an image given as {type(given).__name__} {needs}")
     if isinstance(given, tuple | list) and not all(isinstance(one, str | Path) for one in given):
-        raise DataError(
-            "a list of files must contain paths, one per channel; stack arrays into one (C, D, H, W) with an affine"
-        )
+        raise DataError("a list must contain paths, one per channel; stack arrays into one (C, D, H, W) with an affine")
     if isinstance(given, str | Path | tuple | list):
         return read_volume(given)
     if isinstance(given, Tensor) and (given.layout is not torch.strided or given.is_meta or given.is_complex()):

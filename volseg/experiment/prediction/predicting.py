@@ -251,7 +251,7 @@ def resolve_images(
     paths : path, or sequence of them
         Files, folders of files, DICOM folders and folders above them, or tables; see `volseg.data.layouts.table`.
     modalities : sequence of str
-        Names of the channels. With several, a file holds all of them, or each channel is in its own file in one folder:
+        Names of the channels. With several, a file has all of them, or each channel is in its own file in one folder:
         ``CASE_0000``, ``CASE_0001`` ..., or ``CASE_NAME``.
     series : sequence of str
         UIDs of DICOM series, or texts in their description, to select. By default all series except scouts and those

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 #
 #     worker                this process
 #     {"asks": true}   ->
-#                      <-   {"case": "ct_7", "image": ["ct_7.nii.gz"]}, or null: there are no more
+#                      <-   {"case": "ct_7", "image": ["ct_7.nii.gz"]}, or null: no case is left
 #     {"case": ...}    ->   result of one case
 #     {"ends": ...}    ->   error that prevents any prediction, such as a full disk
 #
