@@ -29,8 +29,8 @@ class Named(nn.Module):
     inputs : sequence of str
         Fields of the batch, in the order of the module's arguments.
     outputs : sequence of str
-        Names of the results, in the order in which the module returns them. A single name refers to the unchanged result
-        (a list of deep-supervision heads stays a list); more names unpack a tuple or list.
+        Names of the results, in the order in which the module returns them. A single name gets the unchanged result (a
+        list of deep-supervision heads stays a list); more names unpack a tuple or list.
 
     Examples
     --------
