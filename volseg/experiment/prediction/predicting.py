@@ -175,7 +175,7 @@ def _choose_devices(gpus: Sequence[str | None], waiting: Sequence[Case], trained
 
 
 def serve_predictions() -> None:
-    """Predict the cases that the parent process sends; see `prediction_queue`."""
+    """Predict the cases that the parent process sends; see `predict_in_processes`."""
     channel = open_channel()
     order = channel.receive()
     try:
