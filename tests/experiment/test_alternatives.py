@@ -155,7 +155,7 @@ def test_every_allocator_says_it_in_the_same_words(configured, call):
     message = str(caught.value)
     assert message.startswith("out of memory on cpu, which has ")
     assert "patch.size [16, 16, 16], patch.batch 2, inference.window [8, 8, 8], inference.batch 1" in message
-    remedies = ["Reduce patch.batch", "patch.size", "parallel.spatial", "parallel.checkpoint: all"]
+    remedies = ["Reduce patch.batch", "then patch.size", "parallel.spatial", "parallel.checkpoint: all"]
     places = [message.index(remedy) for remedy in remedies]
     assert places == sorted(places)
 

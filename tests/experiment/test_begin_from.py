@@ -99,7 +99,7 @@ def test_every_form_of_a_run_begins_at_the_same_loss(run, config_of, tmp_path):
 def test_a_fold_is_named_by_its_path_and_several_are_refused(cross_validated, tmp_path):
     archive = export(cross_validated, tmp_path / "model.zip")
     for source in (cross_validated, archive):
-        with pytest.raises(ConfigError, match=r"training\.start_from: .* holds several networks; .*fold_0 or .*fold_1"):
+        with pytest.raises(ConfigError, match=r"start_from: .* contains more than one network; .*fold_0 or .*fold_1"):
             read_weights(source)
     expected = read_weights(cross_validated / "fold_2")
     found = read_weights(archive / "fold_2")

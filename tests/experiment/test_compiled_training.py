@@ -301,7 +301,7 @@ def test_auto_takes_the_fast_kernels_where_they_pay(chosen):
         (True, ["optimizer={name: Adagrad, lr: 0.1}"], "with optimizer Adagrad, which is not fused"),
         (False, ["inference.window=null"], "of different shapes are not recorded (inference.window: null)"),
         (False, [WINDOW, "inference.record=false"], "with inference.record: false"),
-        (False, [WINDOW, "training.precision=fp32"], "pay in bfloat16"),
+        (False, [WINDOW, "training.precision=fp32"], "faster only in bfloat16"),
     ],
 )
 def test_auto_says_why_it_takes_torchs(chosen, caplog, trains, overrides, reason):

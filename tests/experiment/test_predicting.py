@@ -249,7 +249,7 @@ def test_label_maps_that_are_there_are_replaced_by_nobody_who_does_not_ask(cpu_r
     foreign = output / "synthetic_001.nii.gz"
     foreign.write_bytes(b"drawn by hand")
     before = times(output)
-    ways = r"holds 4 of the 4 label maps, first .*synthetic_001.* with --resume.* with --skip-existing.* by --overwrite"
+    ways = r"contains 4 of the 4 label maps, first .*synthetic_001.* --resume.* with --skip-existing.* with --overwrite"
     with pytest.raises(ConfigError, match=ways):
         predict(cpu_run, [images], output)
     with pytest.raises(ConfigError, match="exclude each other; use one of them"):

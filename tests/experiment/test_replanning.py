@@ -272,11 +272,11 @@ def test_processes_stay_as_many_as_they_are(configured, monkeypatch, settings, p
 
 def test_a_second_time_ends_the_run_even_after_it_was_resumed(configured):
     config = configured(REPLAN)
-    with pytest.raises(OutOfMemoryError, match=r"since then, and once only, .* A second time ends the run\.") as caught:
+    with pytest.raises(OutOfMemoryError, match=r"then, and only once, .* A second failure ends the run\.") as caught:
         train(config, hooks=[TooMuch(1, 1, always=True)])
     assert str(caught.value).endswith("parallel.checkpoint: tiled (recomputes in tiles)"), "of the last failure"
     hook = TooMuch(1, 1, always=True)
-    with pytest.raises(OutOfMemoryError, match="A second time ends the run"):
+    with pytest.raises(OutOfMemoryError, match="A second failure ends the run"):
         train(config, resume=True, hooks=[hook])
     assert all(is_cut for _, _, is_cut in hook.seen)
 
