@@ -206,7 +206,7 @@ def test_a_plan_like_a_run_takes_over_its_grid_and_begins_with_its_weights(train
 
 def test_what_cannot_be_planned_like_is_refused_before_a_case_is_read(trained, tmp_path):
     torch.save({"a": torch.zeros(1)}, tmp_path / "plain.pt")
-    with pytest.raises(ConfigError, match=r"plain\.pt holds weights only"):
+    with pytest.raises(ConfigError, match=r"plain\.pt contains only weights"):
         configure(tmp_path / "no_data", like=tmp_path / "plain.pt")
     with pytest.raises(ConfigError, match="does not exist; name a run folder"):
         configure(tmp_path / "no_data", like=tmp_path / "gone")

@@ -165,7 +165,7 @@ def test_a_run_with_ones_own_parts_from_training_to_prediction(own, task, tmp_pa
         said = refuse(*verb)
         assert f"{run} uses missing components: " in said
         assert "network 'TinyNet'" in said
-        assert f"Add them by --components {components}" in said
+        assert f"Add them with --components {components}" in said
     call("predict", run, images, *with_file)
     call("validate", run, "--overwrite", "--components", copy)  # the same bytes elsewhere
     call("predict", run, images, "--resume", "--components", copy)
@@ -173,7 +173,7 @@ def test_a_run_with_ones_own_parts_from_training_to_prediction(own, task, tmp_pa
     assert "were made with other settings (components differ)" in refuse("predict", run, images, "--resume", *with_file)
     call("predict", run, images, "--overwrite", *with_file)
     assert "was started with network 'TinyNet' from" in caplog.text
-    assert "Go on with --components" in refuse("train", config, "--resume", *with_file)
+    assert "Continue with --components" in refuse("train", config, "--resume", *with_file)
     call("train", config, "--set", "training.epochs=3", "--resume", "--components", copy)
     assert len(latest(run).history) == 3
 
@@ -341,7 +341,11 @@ def test_a_file_that_cannot_be_run_says_where_and_registers_nothing(tmp_path, co
         ("transform", lambda case: None, "Wrong must return a case whose image is a MetaTensor"),
         ("transform", lambda case: {**case, "image": case["image"][0]}, r"got a MetaTensor \(\d+, \d+, \d+\)"),
         ("transform", lambda case: case["img"], r"case .*: Wrong failed: KeyError\('img'\)"),
-        ("transform", lambda case: {**case, "image": case["image"].repeat(2, 1, 1, 1)}, r"gives 2 channel\(s\), not 1"),
+        (
+            "transform",
+            lambda case: {**case, "image": case["image"].repeat(2, 1, 1, 1)},
+            r"returns 2 channel\(s\), not 1",
+        ),
         ("augmentation", lambda image, label: image, r"must return \(image, label\), got \(1, 16, 16, 16\)"),
         ("augmentation", lambda image, label: (image[:, 1:], label), "the image with the shape, type and device that"),
         ("augmentation", lambda image, label: (image, label.float()), r"the label with the shape.*uint8.*got.*float32"),
