@@ -321,7 +321,7 @@ def test_a_network_without_a_form_runs_with_torchs_kernels_or_is_refused(chosen,
     monkeypatch.setattr(UNet, "forward", spectral)
     caplog.set_level(logging.INFO)
     assert chosen() is None
-    assert "uses torch's: fft_fftn called from" in caplog.text
+    assert "kernels are used (training.kernels: auto): fft_fftn called from" in caplog.text
     with pytest.raises(ConfigError, match=r"kernels is fast, but .*fft_fftn called from .*; set it to auto"):
         chosen("training.kernels=fast")
 

@@ -147,7 +147,7 @@ def test_what_cannot_be_exported_is_told(run, tmp_path):
         export(run, tmp_path)
     with pytest.raises(ConfigError, match="is neither a run folder nor a cross-validation"):
         export(tmp_path, tmp_path / "model.zip")
-    with pytest.raises(ConfigError, match="takes archive, torchscript, onnx, monai-bundle, got 'onxx'; did"):
+    with pytest.raises(ConfigError, match="must be one of archive, torchscript, onnx, monai-bundle, got 'onxx'; did"):
         export(run, tmp_path / "model.onnx", to="onxx")
     for format_, name in (("archive", "model.zip"), ("torchscript", "model.pt")):
         (tmp_path / name).write_text("somebody's", encoding="utf-8")

@@ -94,7 +94,7 @@ def test_what_a_plan_says_is_told(configured, monkeypatch, answer, lines):
     report_progress("train", epoch=1, item=2)
     with pytest.raises(OutOfMemoryError) as caught, failed.heeding(), explaining_memory(failed.config):
         take_all_memory()
-    assert [line for line in str(caught.value).splitlines() if "forecast:" in line or "would fit" in line] == lines
+    assert [line for line in str(caught.value).splitlines() if "estimated:" in line or "would fit" in line] == lines
 
 
 def test_a_batch_is_part_of_its_step(configured, monkeypatch):

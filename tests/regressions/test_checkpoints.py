@@ -394,7 +394,7 @@ def test_a_checkpoint_of_another_format_is_refused(trained_run, tmp_path):
     for content, message in (
         ({**whole, "format": 99}, "has format 99, not 2"),
         ({**whole, "format": 2, "more": 1}, r"is not a training state of format 2: .*unknown keys \['more'\]"),
-        ({name: value for name, value in whole.items() if name != "optimizer"}, r"it lacks \['optimizer'\]"),
+        ({name: value for name, value in whole.items() if name != "optimizer"}, r"missing keys \['optimizer'\]"),
     ):
         torch.save(content, tmp_path / "other.pt")
         with pytest.raises(CheckpointError, match=message):
