@@ -180,9 +180,7 @@ def make(
     if like is not None:
         show(make_mock_task(folder, like, num_cases=cases, num_test=tests, seed=seed, scale=scale))
     elif scale is not None:
-        raise DataError(
-            "--scale is a fraction of a Decathlon task's sides; name the task, such as --like Task09_Spleen"
-        )
+        raise DataError("--scale is a fraction of a task's sides; name the task, such as --like Task09_Spleen")
     else:
         show(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
 

@@ -101,9 +101,7 @@ def init(
 
     config = init_config(output, data=data, like=like, minimal=minimal, overwrite=overwrite)
     ways = (
-        []
-        if config.data.root.exists()
-        else ["set data.root in this file to your data set, or add --set data.root=FOLDER"]
+        [] if config.data.root.exists() else ["set data.root in this file to your data set, or add --set data.root=DIR"]
     )
     show("\n  ".join([f"{output} is written. Next:", *ways, spell(f"volseg train {output}")]))
 

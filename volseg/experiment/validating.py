@@ -311,7 +311,5 @@ def _list_judged(run: RunFolder) -> list[Judged]:
             )
         elif not config.data.skip_bad:
             missing = prediction if name in cases else f"{name} in {config.data.root}"
-            raise DataError(
-                f"{run.path} lacks {missing}; write its predictions again: volseg validate {run.path} --overwrite"
-            )
+            raise DataError(f"{run.path} lacks {missing}; write it again: volseg validate {run.path} --overwrite")
     return judged
