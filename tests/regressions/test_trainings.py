@@ -283,7 +283,9 @@ def test_the_new_place_of_the_first_stage_can_be_named(second, tmp_path, caplog)
     moved = first.rename(tmp_path / "moved")
     image = next(second.data.root.glob("imagesTs/*.nii.gz"))
     for attempt in (lambda: predict(run, image, tmp_path / "out"), lambda: volseg.load(run.path)):
-        with pytest.raises(ConfigError, match=r"first one, .*first, does not exist; .*--set data\.previous_stage=FOLDER"):
+        with pytest.raises(
+            ConfigError, match=r"first one, .*first, does not exist; .*--set data\.previous_stage=FOLDER"
+        ):
             attempt()
     with pytest.raises(DataError, match=r"lacks the validated .* 1 of 1 cases.*--set data\.previous_stage=FOLDER"):
         validate(run, overwrite=True)
@@ -630,7 +632,7 @@ def test_a_config_that_is_edited_meanwhile_changes_no_trial_and_the_next_command
         (SPACE, "nsd/Anterior", "evaluation.tolerance={Posterior: 1.0}", "did you mean .* 'nsd/Posterior'"),
         (SPACE, "lesion_f1/Anterior", "evaluation.lesions=[Posterior]", "did you mean 'lesion_f1/Posterior'"),
         ("split.validation: [fold, none]", "dice_mean", "seed=1", r"search\.yaml: a search compares validations"),
-        ("evaluation.distances: [true, false]", "assd/Anterior", "seed=1", r"search\.yaml: no validation gives"),
+        ("evaluation.distances: [true, false]", "assd/Anterior", "seed=1", r"search\.yaml: validations do not compute"),
         ("patch.batch: {low: 2.0, high: 4.0}", "dice_mean", "seed=1", r"patch\.batch: .* valid integer, .*got 2\.7"),
         ("patch.batch: {low: 2, high: 4, step: 0.5}", "dice_mean", "seed=1", r"a valid integer, .*got 2\.5"),
     ],
