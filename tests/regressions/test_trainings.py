@@ -283,9 +283,7 @@ def test_the_new_place_of_the_first_stage_can_be_named(second, tmp_path, caplog)
     moved = first.rename(tmp_path / "moved")
     image = next(second.data.root.glob("imagesTs/*.nii.gz"))
     for attempt in (lambda: predict(run, image, tmp_path / "out"), lambda: volseg.load(run.path)):
-        with pytest.raises(
-            ConfigError, match=r"first one, .*first, does not exist; .*--set data\.previous_stage=FOLDER"
-        ):
+        with pytest.raises(ConfigError, match=r"one, .*first, does not exist; .*--set data\.previous_stage=FOLDER"):
             attempt()
     with pytest.raises(DataError, match=r"lacks the validated .* 1 of 1 cases.*--set data\.previous_stage=FOLDER"):
         validate(run, overwrite=True)
