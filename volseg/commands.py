@@ -1,7 +1,7 @@
-"""Commands that start volseg: those it runs itself, and those it prints for the user.
+"""Build commands that start volseg: volseg runs some of them, and prints others for the user.
 
-If ``make`` or a full path started volseg, the command is usually not on the shell's path. Printed commands are spelled
-the way this process was started, or in another way that reaches the same installation.
+If ``make`` or a full path started volseg, the command is usually not on the shell's path. Printed commands have the
+form in which this process was started, or another form that reaches the same installation.
 """
 
 import os
@@ -55,13 +55,13 @@ def _find(tool: str) -> str:
 
 
 def _as_module(tool: str) -> str:
-    """Return how this interpreter runs the module; compare file names, as virtual environments link to one file."""
+    """Return the ``python -m`` command; compare paths, not files: virtual environments link to one interpreter."""
     on_path = shutil.which("python")
     is_found = on_path is not None and Path(on_path).absolute() == Path(sys.executable).absolute()
     return f"{'python' if is_found else quote(show_path(Path(sys.executable)))} -m {MODULES[tool]}"
 
 
 def show_path(path: Path) -> str:
-    """Return a path, relative to the working folder if it lies below."""
+    """Return a path, relative to the working folder if it is inside."""
     path, here = path.absolute(), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

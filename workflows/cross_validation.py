@@ -1,8 +1,8 @@
-"""Train every fold of a config, and predict images by all of them together.
+"""Train every fold of a config, and predict images with all of them together.
 
 python workflows/cross_validation.py configs/task04_cpu.yaml DIR/Task04_Hippocampus --gpus 4
 
-Each case is validated by the network that did not train on it; images that are new to all are predicted by their mean.
+Each case is validated by the network that did not train on it; other images are predicted by the mean.
 """
 
 import argparse
@@ -16,11 +16,9 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("config")
     arguments.add_argument("root", type=Path, help="the task's folder")
+    arguments.add_argument("--gpus", type=int, default=1, help="number of folds to train at a time; default one")
     arguments.add_argument(
-        "--gpus", type=int, default=1, help="folds that are trained at a time; default one after the other"
-    )
-    arguments.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="another value of the config"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the config"
     )
     given = arguments.parse_args()
 
@@ -30,7 +28,7 @@ def main() -> None:
         low, high = label.over_cases.low, label.over_cases.high
         print(f"{label.name}: Dice {label.over_cases.mean:.4f} ({low:.4f} to {high:.4f})")
 
-    # What raises Dice on the validation cases, such as keeping the largest component; predictions get it from then on.
+    # Choose steps that raise Dice on the validation cases, such as keeping the largest component; predictions use them.
     determine_postprocessing(config.folder)
     print(predict(config.folder, [given.root / "imagesTs"], config.folder / "predictions").table())
 

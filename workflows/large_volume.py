@@ -1,4 +1,4 @@
-"""Train on volumes too large for one GPU: each is cut over all of them, and the loop stays as it is.
+"""Train on volumes too large for one GPU: each is cut over all GPUs, in an unchanged training loop.
 
 python workflows/large_volume.py --side 256                      # all GPUs that are visible
 python workflows/large_volume.py --side 32 --devices cpu cpu     # two slabs on a CPU: the same numbers
@@ -17,9 +17,9 @@ import volseg
 
 
 def main() -> None:
-    """Take some steps on made volumes, and print what they cost."""
+    """Run some steps on synthetic volumes; print the losses and the memory."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--side", type=int, default=256, help="of the volume, in voxels; a multiple of 8")
+    arguments.add_argument("--side", type=int, default=256, help="side of the volume in voxels; a multiple of 8")
     arguments.add_argument("--devices", nargs="+", help="default all visible GPUs")
     arguments.add_argument("--steps", type=int, default=3)
     given = arguments.parse_args()
@@ -28,7 +28,7 @@ def main() -> None:
     network = DynUNet(
         3, 1, 2, kernel_size=[3, 3, 3], strides=[1, 2, 2], upsample_kernel_size=[2, 2], filters=[16, 32, 64]
     )
-    # Activations are computed again in the backward pass: a third more time, for volumes half as large again.
+    # Activations are recomputed in the backward pass: a third more time, for volumes 1.5 times as large.
     model = volseg.ModelParallel(network, strategy="spatial", devices=given.devices, checkpoint="all")
     criterion = DiceCELoss(to_onehot_y=True, softmax=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -36,7 +36,7 @@ def main() -> None:
     volume = torch.randn(1, 1, *[given.side] * 3)
     label = (volume > 1).long()
     for step in range(given.steps):
-        loss = criterion(model(volume), label)  # slabs all the way: nothing is gathered on one GPU
+        loss = criterion(model(volume), label)  # computed on slabs: nothing is gathered on one GPU
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -13,23 +13,23 @@ from volseg.planning.plan import write_config
 
 
 def main() -> None:
-    """Go from a folder of cases to label maps of its test images."""
+    """Check, plan and train on a folder of cases, and predict its test images."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("root", type=Path, help="the task's folder")
     arguments.add_argument("--preset", default="unet", choices=list(PRESETS))
     arguments.add_argument("--gpu-memory", type=float, default=8.0, help="GiB to plan for")
     arguments.add_argument("--output", type=Path, help="default runs/TASK")
-    arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another value than planned")
+    arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a planned value")
     given = arguments.parse_args()
 
-    # What is wrong with the cases, before anything is planned from them.
+    # Check the cases before planning from them.
     task = load_task(given.root)
     output = given.output or Path("runs") / task.name
     checked = check_task(task)
     for finding in [*checked.problems, *checked.remarks]:
         print(finding)
 
-    # A config in which every number says why it is what it is.
+    # Write a config in which each value is commented with its reason.
     planned = configure(given.root, preset=given.preset, gpu_memory=given.gpu_memory)
     output.parent.mkdir(parents=True, exist_ok=True)
     config = output.with_suffix(".yaml")

@@ -1,4 +1,4 @@
-"""A network, a loss and a hook of your own in a training that is otherwise a config's.
+"""Use your own network, loss and hook in a training from a config.
 
 python workflows/own_network.py DIR/Task04_Hippocampus --set training.epochs=5
 
@@ -17,7 +17,7 @@ from volseg.experiment import load_config, train
 
 @volseg.register("network", "Residual")
 class Residual(nn.Module):
-    """Blocks that keep the grid, each added to what it got."""
+    """Residual blocks that keep the grid."""
 
     def __init__(self, in_channels, out_channels, width=8, blocks=2):
         super().__init__()
@@ -36,7 +36,7 @@ class Residual(nn.Module):
 
 @volseg.register("loss", "SmoothedCrossEntropy")
 class SmoothedCrossEntropy(nn.Module):
-    """Cross entropy that leaves some doubt in each label."""
+    """Cross entropy with label smoothing."""
 
     def forward(self, logits, label):
         """Return the mean over voxels."""
@@ -45,7 +45,7 @@ class SmoothedCrossEntropy(nn.Module):
 
 @volseg.register("hook", "TellNorm")
 class TellNorm(volseg.Hook):
-    """Says how large the weights have become."""
+    """Print the norm of the weights."""
 
     def on_epoch_end(self, training, record):
         """Print a line for each epoch."""
@@ -54,11 +54,11 @@ class TellNorm(volseg.Hook):
 
 
 def main() -> None:
-    """Train them for as long as the config says."""
+    """Train with these components for the epochs of the config."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("root", help="the task's folder")
     arguments.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="another value of the config"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the config"
     )
     given = arguments.parse_args()
     own = ["network={name: Residual, width: 16}", "losses=[{name: SmoothedCrossEntropy}]", "hooks=[{name: TellNorm}]"]

@@ -1,8 +1,8 @@
-"""Predict every image of a folder by a trained network, and read what was found.
+"""Predict every image of a folder with a trained network, and measure the volume of each label.
 
 python workflows/predict_folder.py runs/task04_cpu DIR/imagesTs --output predictions
 
-A run, a cross-validation (all its folds together), a ``model.zip`` of ``volseg export``, or nnU-Net's model folder.
+The source is a run, a cross-validation (all its folds), a ``model.zip`` of ``volseg export``, or nnU-Net's folder.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from volseg.experiment import predict
 def main() -> None:
     """Write a label map for each image on its own grid, and print the volume of each label."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("source", type=Path, help="what predicts")
+    arguments.add_argument("source", type=Path, help="run, cross-validation or exported model")
     arguments.add_argument("images", nargs="+", type=Path, help="files or folders: NIfTI, DICOM series, MHA, NRRD")
     arguments.add_argument("--output", type=Path, default=Path("predictions"))
     arguments.add_argument(
-        "--mirror", action="store_true", help="average over eight mirrorings: slower, a little better"
+        "--mirror", action="store_true", help="average over eight mirrored copies: slower, slightly better"
     )
     given = arguments.parse_args()
 
@@ -37,7 +37,7 @@ def main() -> None:
             f"{value}: {count * millilitres:.2f} ml" for value, count in zip(values, counts, strict=True) if value
         )
         print(f"{case}: {found or 'nothing'}")
-    predicted.require_all()  # an error if one of them failed
+    predicted.require_all()  # raises if a case failed
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Train and validate Task04 by a config of the repository: `volseg train` in Python.
+"""Train and validate Task04 with a config of the repository: `volseg train` in Python.
 
-python workflows/task04.py DIR/Task04_Hippocampus                      # the small U-Net of a CPU
+python workflows/task04.py DIR/Task04_Hippocampus                      # a small U-Net for a CPU
 python workflows/task04.py DIR/Task04_Hippocampus configs/task04_unet.yaml --set training.epochs=50
 
-Without the data: ``volseg data fetch Task04_Hippocampus``.
+To get the data: ``volseg data fetch Task04_Hippocampus``.
 """
 
 import argparse
@@ -17,7 +17,7 @@ def main() -> None:
     arguments.add_argument("root", help="the task's folder")
     arguments.add_argument("config", nargs="?", default="configs/task04_cpu.yaml")
     arguments.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="another value of the config"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value of the config"
     )
     given = arguments.parse_args()
 

@@ -1,8 +1,8 @@
-"""Train on a task of the Decathlon in plain Python: what `volseg train configs/msd/taskNN_*.yaml` does.
+"""Train on a task of the Decathlon in plain Python, like `volseg train configs/msd/taskNN_*.yaml`.
 
 python workflows/train_msd.py --task 9 --root DIR/Task09_Spleen
 
-The plan is made by nnU-Net's rules from what is published of the task. Any step can be another function.
+The plan follows nnU-Net's rules and the published facts of the task. Any step can be replaced.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     arguments.add_argument("--output", type=Path, help="default runs/train_TASK")
     arguments.add_argument("--epochs", type=int, default=100)
     arguments.add_argument("--iterations", type=int, default=250, help="batches per epoch")
-    arguments.add_argument("--patch", type=int, nargs=3, metavar=("D", "H", "W"), help="sides; default the plan's")
+    arguments.add_argument("--patch", type=int, nargs=3, metavar=("D", "H", "W"), help="sides; default: planned")
     chosen = arguments.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -67,7 +67,7 @@ def main() -> None:
     )
     batches = AugmentedBatches(patches, augmentation, seed=config.seed, device=device)
 
-    # The model, and the workflows that train and judge it. Fields bind by name.
+    # The model, and the workflows that train and validate it. Fields are bound by name.
     network = build_network(config.network.spec(), in_channels=task.num_channels, out_channels=task.num_classes)
     model = FitGrid(network).to(device)
     predictor = Predictor(model=model, num_classes=task.num_classes, window=patch)
@@ -86,7 +86,7 @@ def main() -> None:
         hooks=[Progress(), TrainingLog([TensorBoard(output / "tensorboard")]), Checkpoints(output / "checkpoints")],
     )
     latest = output / "checkpoints" / "latest.pt"
-    if latest.exists():  # the script was stopped: go on at the next batch
+    if latest.exists():  # the script was stopped: continue at the next batch
         training.load_state_dict(load_checkpoint(latest))
     training.run()
 

@@ -1,8 +1,8 @@
-"""Train two networks on labelled cases, label other images by them, and train on both by weights.
+"""Train two networks on labelled cases, label other images with them, and train on both sets with weights.
 
 python workflows/unlabelled.py DIR/unlabelled my_vnet.yaml my_unet.yaml --output runs/unlabelled
 
-The labelled cases are the first config's. Of one config, two seeds train. OUTPUT/data/cases.csv lists all cases.
+The first config names the labelled cases. One config is trained with two seeds. OUTPUT/data/cases.csv lists all cases.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from volseg.experiment.prediction.predicting import resolve_images
 
 
 def main() -> None:
-    """Keep the voxels and the cases of which both networks together are certain."""
+    """Label images with two networks, keep the certain voxels and cases, and train on them too."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("images", type=Path, help="unlabelled images")
-    arguments.add_argument("configs", nargs="+", help="of the two networks; the first is trained again")
+    arguments.add_argument("configs", nargs="+", help="configs of the two networks; the first is trained again")
     arguments.add_argument("--output", type=Path, default=Path("runs/unlabelled"))
-    arguments.add_argument("--entropy", type=float, default=0.8, help="of a voxel, 0 to 1, above which it is ignored")
-    arguments.add_argument("--keep", type=float, default=0.8, help="share of the cases that are kept, surest first")
-    arguments.add_argument("--share", type=float, default=0.5, help="of the patches, from cases without labels")
-    arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another value of configs")
+    arguments.add_argument("--entropy", type=float, default=0.8, help="largest entropy of a voxel that is kept, 0 to 1")
+    arguments.add_argument("--keep", type=float, default=0.8, help="share of cases to keep, the most certain first")
+    arguments.add_argument("--share", type=float, default=0.5, help="share of patches from cases without labels")
+    arguments.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a value")
     given = arguments.parse_args()
     if not (0 < given.share < 1 and 0 < given.keep <= 1 and 0 <= given.entropy <= 1):
         arguments.error("--share is between 0 and 1, --keep above 0 and at most 1, --entropy from 0 to 1")

@@ -60,7 +60,7 @@ def test_what_differs_is_refused_or_taken(configured, override, refused):
     if refused is None:
         require_same_config(RunFolder(before.folder), after)
     else:
-        with pytest.raises(ConfigError, match=rf"run was begun with another config: {refused}\. Restore"):
+        with pytest.raises(ConfigError, match=rf"run was started with another config: {refused}\. Restore"):
             require_same_config(RunFolder(before.folder), after)
 
 

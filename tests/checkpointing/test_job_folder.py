@@ -53,7 +53,7 @@ def test_the_leader_locks_a_folder_that_is_there_at_once_and_a_new_one_when_it_c
     with ExitStack() as held:
         leader = JobFolder(config, held)
         assert (config.folder / LOCK).exists()
-        with pytest.raises(ConfigError, match="holds a run already"):
+        with pytest.raises(ConfigError, match="already contains a run"):
             leader.claim(resume=False)
     assert not (config.folder / LOCK).exists()
 
@@ -75,8 +75,8 @@ def begin_in_two_places(config, elsewhere):
 def test_a_machine_that_does_not_see_the_run_folder_is_named(configured, tmp_path):
     config = configured()
     told = in_group(2, begin_in_two_places, config, tmp_path / "elsewhere")
-    assert "does not see the run folder" in told[0]
-    assert all("choose one by --output on a file system that all machines of the job share" in one for one in told)
+    assert "cannot see the run folder" in told[0]
+    assert all("choose one with --output on a file system that all machines of the job share" in one for one in told)
     shutil.rmtree(config.folder, ignore_errors=True)
     assert in_group(2, begin_in_two_places, config, config.folder) == [None, None]
     assert not (config.folder / LOCK).exists()
@@ -107,7 +107,7 @@ def hold(folder: Path) -> None:
 
 
 def test_a_folder_in_use_is_refused_by_the_name_of_its_user(holder, tmp_path, configured):
-    with pytest.raises(ConfigError, match=rf"run is in use by process {holder.pid} on .*; wait for its end, or choose"):
+    with pytest.raises(ConfigError, match=rf"in use by process {holder.pid} on .*; wait until it ends, or choose"):
         hold(tmp_path / "run")
     with pytest.raises(ConfigError, match="is in use by process"):
         train(configured())

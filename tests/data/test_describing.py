@@ -52,7 +52,7 @@ def test_a_folder_of_ones_own(tmp_path):
         "labels    0 background, 1 label_1, 2 core",
         "regions   whole = 1 + 2, core = 2",
         "ignored   5",
-        "partly    1 case(s) were looked through for some labels only",
+        "partly    1 case(s) are annotated for some labels only",
         "voxels    6 x 5 x 7 (median; from 4 x 5 x 6 to 8 x 5 x 9)",
         "spacing   2 x 1 x 3 (median; from 1 x 1 x 3 to 2 x 1 x 3) mm",
     ]

@@ -121,7 +121,7 @@ def test_folds_are_an_ensemble(model):
 def test_models_of_other_plans_do_not_predict_together(model):
     """The images of both were prepared by the first one's plans, without a word."""
     change_plans(model, spacing=[2.0, 1.0, 1.0])
-    with pytest.raises(ConfigError, match=r"cannot predict together, for they differ in preprocessing"):
+    with pytest.raises(ConfigError, match=r"cannot predict together, as they differ in preprocessing"):
         load_trained([STORED / "model", model])
 
 

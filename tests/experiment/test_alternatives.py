@@ -121,7 +121,7 @@ def test_a_training_is_estimated_and_what_takes_less(configured, monkeypatch):
 
 def test_a_plan_that_does_not_come_is_told_and_raises_nothing(configured):
     """Of components that only this process knows, or in time."""
-    assert run_plan(configured(), H200, seconds=0).problem == "it was not there after 0 s"
+    assert run_plan(configured(), H200, seconds=0).problem == "volseg plan did not answer within 0 s"
     register("network", "OfThisTest", VNet)
     try:
         assert "OfThisTest" in run_plan(configured("network={name: OfThisTest}"), H200).problem
@@ -155,7 +155,7 @@ def test_every_allocator_says_it_in_the_same_words(configured, call):
     message = str(caught.value)
     assert message.startswith("out of memory on cpu, which has ")
     assert "patch.size [16, 16, 16], patch.batch 2, inference.window [8, 8, 8], inference.batch 1" in message
-    remedies = ["smaller patch.batch", "smaller patch.size", "parallel.spatial", "parallel.checkpoint: all"]
+    remedies = ["Reduce patch.batch", "then patch.size", "parallel.spatial", "parallel.checkpoint: all"]
     places = [message.index(remedy) for remedy in remedies]
     assert places == sorted(places)
 
@@ -196,5 +196,5 @@ def test_a_training_out_of_memory_is_one_message_without_traceback(config_file):
     ended = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     assert ended.returncode == 1
     assert "volseg: out of memory on cpu" in ended.stderr
-    assert "Take a smaller patch.batch" in ended.stderr
+    assert "Reduce patch.batch" in ended.stderr
     assert "Traceback" not in ended.stderr

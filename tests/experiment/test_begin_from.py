@@ -99,7 +99,7 @@ def test_every_form_of_a_run_begins_at_the_same_loss(run, config_of, tmp_path):
 def test_a_fold_is_named_by_its_path_and_several_are_refused(cross_validated, tmp_path):
     archive = export(cross_validated, tmp_path / "model.zip")
     for source in (cross_validated, archive):
-        with pytest.raises(ConfigError, match=r"training\.start_from: .* holds several networks; .*fold_0 or .*fold_1"):
+        with pytest.raises(ConfigError, match=r"start_from: .* contains more than one network; .*fold_0 or .*fold_1"):
             read_weights(source)
     expected = read_weights(cross_validated / "fold_2")
     found = read_weights(archive / "fold_2")
@@ -113,7 +113,7 @@ def test_a_file_of_weights_has_no_other_checkpoint(run):
     """The option was passed over for a file that names a checkpoint."""
     best = run / "checkpoints" / "latest.pt"
     assert len(load_trained(best, overrides=["device=cpu"]).models) == 1
-    with pytest.raises(ConfigError, match=r"latest\.pt is one file of weights; name its folder to take the best"):
+    with pytest.raises(ConfigError, match=r"latest\.pt is one file of weights; name its folder to use the best"):
         load_trained(best, "best")
 
 
@@ -206,7 +206,7 @@ def test_a_plan_like_a_run_takes_over_its_grid_and_begins_with_its_weights(train
 
 def test_what_cannot_be_planned_like_is_refused_before_a_case_is_read(trained, tmp_path):
     torch.save({"a": torch.zeros(1)}, tmp_path / "plain.pt")
-    with pytest.raises(ConfigError, match=r"plain\.pt holds weights only"):
+    with pytest.raises(ConfigError, match=r"plain\.pt contains only weights"):
         configure(tmp_path / "no_data", like=tmp_path / "plain.pt")
     with pytest.raises(ConfigError, match="does not exist; name a run folder"):
         configure(tmp_path / "no_data", like=tmp_path / "gone")
@@ -334,9 +334,9 @@ def test_what_holds_no_weights_is_refused_and_leaves_no_run(first, task, tuning_
     for name, error, message in (
         ("gone.pt", ConfigError, "does not exist"),
         ("code.pt", CheckpointError, "holds more than tensors, plain values .*code \\(GLOBAL .*print\\)"),
-        ("none.pt", CheckpointError, "holds no state_dict"),
+        ("none.pt", CheckpointError, "contains no state_dict"),
         ("a.safetensors", CheckpointError, "a.safetensors is damaged: 0 bytes"),
-        ("empty.safetensors", CheckpointError, "holds no weights"),
+        ("empty.safetensors", CheckpointError, "contains no weights"),
     ):
         with pytest.raises(error, match=message):
             train(tuning_of(task, tmp_path / "run", f"training.start_from={tmp_path / name}"))

@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_where_it_was_asked_for(configu
         train(configured(f"data.cache={tmp_path / 'file' / 'cache'}"))
     monkeypatch.setenv("VOLSEG_CACHE", str(tmp_path / "file" / "cache"))
     train(configured("training.epochs=1"))
-    assert "prepared cases are held in memory only" in caplog.text
+    assert "prepared cases are kept only in memory" in caplog.text
 
 
 def test_the_command_line_lists_verifies_and_clears(config_file, own_cache, task):
@@ -75,7 +75,7 @@ def test_the_command_line_lists_verifies_and_clears(config_file, own_cache, task
     listed = run("data", "cache", "list")[1]
     assert f"of {task / 'imagesTr'}" in listed
     assert f"in {own_cache}" in listed
-    assert run("data", "cache", "verify") == (0, "6 of 6 case(s) are as they were written\n")
+    assert run("data", "cache", "verify") == (0, "6 of 6 case(s) are intact\n")
     entry = list_entries(own_cache)[0]
     content = bytearray(entry.path.read_bytes())
     content[1000] ^= 1

@@ -33,7 +33,7 @@ def stages(tmp_path_factory):
     )
     assert second.data.previous_stage.name == first.name
     second = load_config(file, [*QUICK, NARROW, f"output={folder / 'two'}", f"data.previous_stage={first.folder}"])
-    with pytest.raises(DataError, match=r"no validated label map of 2 of 2 cases.*volseg cross-validate"):
+    with pytest.raises(DataError, match=r"lacks the validated label maps of 2 of 2 cases.*volseg cross-validate"):
         train(second)
     cross_validate(first)
     return root, first, train(second).folder

@@ -157,7 +157,7 @@ def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, ca
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["train", "RUN"], "RUN is the folder of a run, .*; continue it with .* train RUN/config.yaml -o RUN --resume"),
+        (["train", "RUN"], "RUN is a run folder, .*; continue the run with .* train RUN/config.yaml -o RUN --resume"),
         (["train", "IMAGE"], "IMAGE is not text in UTF-8 .* or a data set by its folder"),
         (["train", "CONFIG", "--set", "network.channels=8"], "network UNet refused {'channels': 8, "),
         (["train", "CONFIG", "--gpus", "99"], "--gpus 99 asks for "),
@@ -172,7 +172,7 @@ def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, ca
         (["data", "check", "nowhere"], "nowhere does not exist; name the TaskNN_Name folder"),
         (["compare", "TASK"], "TASK has no summary.json .*; name a run"),
         (["postprocess", "TASK"], "TASK is neither a run folder nor a cross-validation"),
-        (["components", "nets"], "no kind of component is called 'nets'; known: augmentation, hook"),
+        (["components", "nets"], "unknown kind of component 'nets'; known: augmentation, hook"),
         (["train", "CONFIG", "--components", "nowhere.py"], "--components nowhere.py cannot be read: No such file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -141,7 +141,7 @@ def test_a_network_that_cannot_be_compiled_ends_the_run_before_it_begins(configu
 def test_kernels_that_time_chooses_fit_no_deterministic_training_and_no_profile(configured, kernels):
     with pytest.raises(ConfigError, match=rf"training\.kernels is {kernels}, which chooses kernels by their measured"):
         configured(f"training.kernels={kernels}", "training.deterministic=true")
-    with pytest.raises(ConfigError, match="belongs to no layer of the network"):
+    with pytest.raises(ConfigError, match="does not belong to one layer"):
         profile_training(configured(f"training.kernels={kernels}"))
 
 
@@ -167,7 +167,7 @@ def test_what_was_measured_is_taken_leaves_no_other_trace_and_stays(configured, 
     train(configured("training.kernels=compiled", "training.epochs=3", named), resume=True)
     assert_same_state(latest(config.folder), latest(tmp_path / "named"))
     (config.folder / "kernels.json").write_text('{"chosen": "quick"}', encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"kernels\.json should say which kernels the run was begun with"):
+    with pytest.raises(CheckpointError, match=r"kernels\.json should state the kernels that the run started with"):
         train(configured("training.kernels=measured", "training.epochs=4"), resume=True)
 
 
@@ -201,7 +201,7 @@ def test_a_kind_without_memory_is_none(configured, task, monkeypatch):
     config, task = configured("training.kernels=measured"), load_task(task)
     config, mesh = resolve_mesh(config, CPU)
     measured = measured_kernels.measure_kernels(config, mesh, task, CPU)
-    assert measured.refused["torch"] == "its step was out of memory"
+    assert measured.refused["torch"] == "its step ran out of memory"
     assert measured.chosen == "compiled"
 
 
@@ -265,7 +265,7 @@ def test_on_a_gpu_that_is_too_old_auto_takes_the_plain_network_and_says_why(conf
     for trains in (True, False):
         caplog.clear()
         assert placed_network.with_fast_kernels(network, configured(), 1, old, trains=trains) is None
-        assert caplog.messages == [f"training.kernels is auto and uses torch's: {reason}"]
+        assert caplog.messages == [f"torch's kernels are used (training.kernels: auto): {reason}"]
         with pytest.raises(ConfigError, match=r"training\.kernels is fast, but they need a GPU of compute capability"):
             placed_network.with_fast_kernels(network, configured("training.kernels=fast"), 1, old, trains=trains)
 
@@ -295,20 +295,20 @@ def test_auto_takes_the_fast_kernels_where_they_pay(chosen):
 @pytest.mark.parametrize(
     ("trains", "overrides", "reason"),
     [
-        (True, ["training.precision=fp32"], "pay in bfloat16, and training.precision is another"),
+        (True, ["training.precision=fp32"], "faster only in bfloat16, but training.precision differs"),
         (True, ["training.record=false"], "no step is recorded with training.record: false"),
         (True, ["training.accumulate=2"], "no step is recorded with training.accumulate: 2"),
         (True, ["optimizer={name: Adagrad, lr: 0.1}"], "with optimizer Adagrad, which is not fused"),
-        (False, ["inference.window=null"], "each of another shape, are not recorded (inference.window: null)"),
+        (False, ["inference.window=null"], "of different shapes are not recorded (inference.window: null)"),
         (False, [WINDOW, "inference.record=false"], "with inference.record: false"),
-        (False, [WINDOW, "training.precision=fp32"], "pay in bfloat16"),
+        (False, [WINDOW, "training.precision=fp32"], "faster only in bfloat16"),
     ],
 )
 def test_auto_says_why_it_takes_torchs(chosen, caplog, trains, overrides, reason):
     caplog.set_level(logging.INFO)
     assert chosen(*overrides, trains=trains) is None
     (told,) = [record.getMessage() for record in caplog.records if "kernels" in record.getMessage()]
-    assert told.startswith("training.kernels is auto and uses torch's: ")
+    assert told.startswith("torch's kernels are used (training.kernels: auto): ")
     assert reason in told
 
 
@@ -321,7 +321,7 @@ def test_a_network_without_a_form_runs_with_torchs_kernels_or_is_refused(chosen,
     monkeypatch.setattr(UNet, "forward", spectral)
     caplog.set_level(logging.INFO)
     assert chosen() is None
-    assert "uses torch's: fft_fftn called from" in caplog.text
+    assert "kernels are used (training.kernels: auto): fft_fftn called from" in caplog.text
     with pytest.raises(ConfigError, match=r"kernels is fast, but .*fft_fftn called from .*; set it to auto"):
         chosen("training.kernels=fast")
 

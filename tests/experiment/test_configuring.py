@@ -95,7 +95,7 @@ def test_configure_then_train(folder, tmp_path):
     assert "| mean " in result.output
     network = json.loads((tmp_path / "run" / "network.json").read_text(encoding="utf-8"))
     assert str(config.network.spec()["strides"]) in str(network)
-    with pytest.raises(ConfigError, match="was not planned from a data set; continue it with the config"):
+    with pytest.raises(ConfigError, match="not planned from a data set; continue it with the config it started with"):
         call("train", folder, "-o", tmp_path / "run", "--resume")
 
 
@@ -113,13 +113,13 @@ def test_train_takes_a_folder_and_goes_on_as_it_was_planned(folder, tmp_path):
     assert "| mean " in call("train", folder, "-o", run, *QUICK, "--restart").output  # begins, as nothing was begun
     planned = (run / "planned.yaml").read_bytes()
     assert RunFolder(run).config().name == "task00_tiny_unet"
-    with pytest.raises(ConfigError, match="holds a run already; continue it with --resume"):
+    with pytest.raises(ConfigError, match="already contains a run; continue it with --resume"):
         call("train", folder, "-o", run, *QUICK)
     longer = setting("network.filters=[4, 8, 8]", "training.epochs=2")
     assert "| mean " in call("train", folder, "-o", run, *longer, "--resume").output
     assert (run / "planned.yaml").read_bytes() == planned
     assert "epochs 2;" in call("train", folder, "-o", run, *longer, "--restart").output
-    with pytest.raises(ConfigError, match=r"plans task00_tiny_unet, not task00_tiny_vnet; choose another folder"):
+    with pytest.raises(ConfigError, match=r"plans task00_tiny_unet, not task00_tiny_vnet; choose another --output"):
         call("train", folder, "-o", run, *longer, "--resume", "--preset", "vnet")
 
 
@@ -136,7 +136,7 @@ def test_processes_of_a_launcher_do_not_plan_each_for_itself(folder, tmp_path, m
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(ConfigError, match=r"run volseg configure .* first, and train with the config it writes"):
+    with pytest.raises(ConfigError, match=r"run volseg configure .* first, and train with that config"):
         call("train", folder, "-o", tmp_path / "run")
 
 

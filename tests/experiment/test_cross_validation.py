@@ -111,7 +111,7 @@ def test_finished_folds_are_kept_and_the_rest_joins_them(quick, finished, tmp_pa
     assert "Incomplete: fold(s) 2 of 3." in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
     caplog.set_level("INFO")
     second = cross_validate(quick("data.keep=memory"), folds=[2, 0])  # where the data lie is no other experiment
-    assert "fold 2 is finished already" in caplog.text
+    assert "fold 2 is already finished" in caplog.text
     assert [fold.number for fold in second.folds] == [0, 2]
     assert checkpoint.stat().st_mtime_ns == written_at
 
@@ -127,7 +127,7 @@ def test_a_fold_that_was_begun_goes_on_only_when_asked(quick, planned, tmp_path)
     with pytest.raises(KeyboardInterrupt):
         train(fold.config, hooks=[At(1, 1, press_ctrl_c)])
     config = quick("training.epochs=2")
-    with pytest.raises(ConfigError, match=r"fold_1 was begun but not finished; continue with --resume"):
+    with pytest.raises(ConfigError, match=r"fold_1 was started but not finished; continue with --resume"):
         cross_validate(config)
     assert not (tmp_path / "run" / "fold_0").exists()  # refused before anything is trained
     crossed = cross_validate(config, folds=[1], resume=True)
@@ -156,9 +156,9 @@ def test_the_same_data_by_another_path_are_the_same(quick, task, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optimizer.lr=0.5", r"fold_0 was begun with another config: optimizer\.lr: 0\.01 -> 0\.5"),
+        ("optimizer.lr=0.5", r"fold_0 was started with another config: optimizer\.lr: 0\.01 -> 0\.5"),
         # `train --resume` may extend a run; folds of different lengths are no cross-validation.
-        ("training.epochs=2", r"fold_0 was begun with another config: training\.epochs: 1 -> 2"),
+        ("training.epochs=2", r"fold_0 was started with another config: training\.epochs: 1 -> 2"),
     ],
 )
 def test_folds_of_another_config_are_refused(override, message, planned, quick):
@@ -170,14 +170,14 @@ def test_folds_of_another_config_are_refused(override, message, planned, quick):
 def test_folds_of_other_cases_are_refused(planned, quick, task, tmp_path):
     fold = planned()[0]
     fold.folder.begin(fold.config, load_task(task), planned()[1].split, {"environment.json": {}})
-    with pytest.raises(DataError, match=r"the cases are no longer those of .*fold_0/split\.json"):
+    with pytest.raises(DataError, match=r"the cases no longer match .*fold_0/split\.json"):
         cross_validate(quick())
 
 
 def test_a_fold_that_was_trained_on_is_refused(finished, quick):
     [fold] = finished(0)
     train(quick("training.epochs=2", f"output={fold.path}"), resume=True)
-    with pytest.raises(ConfigError, match=r"fold_0 was begun with another config: training\.epochs: 2 -> 1"):
+    with pytest.raises(ConfigError, match=r"fold_0 was started with another config: training\.epochs: 2 -> 1"):
         cross_validate(quick(), folds=[0])
 
 
@@ -210,18 +210,18 @@ def test_a_summary_of_other_cases_is_refused_and_a_label_that_is_nowhere_is_null
     assert json.loads(text)["labels"]["Posterior"]["low"] is None
     name = os.path.basename(summary["metric_per_case"].pop()["prediction_file"]).removesuffix(".nii.gz")
     write_summary(summary, file)
-    with pytest.raises(DataError, match=rf"holds 1 cases where fold 0 validates 2; .* is {name}\. Write it again"):
+    with pytest.raises(DataError, match=rf"has 1 cases, but fold 0 validates 2; .* is {name}\. Write it again"):
         cross_validate(quick(), folds=[0])
 
 
 @pytest.mark.parametrize(
     ("overrides", "options", "message"),
     [
-        (["split.validation=none"], {}, "needs cases to validate on; split.validation is none"),
+        (["split.validation=none"], {}, "needs cases to validate on, but split.validation is none"),
         ([], {"folds": [0, 3]}, "the split has folds 0 to 2, got 3"),
         (["network.name=UNett"], {}, "did you mean 'UNet'"),
         (["parallel={strategy: spatial, devices: 2}"], {"gpus": 2}, "processes on one GPU each, but .* is spatial"),
-        (["device=cuda"], {"gpus": 999}, "--gpus 999 asks for more than the"),
+        (["device=cuda"], {"gpus": 999}, "--gpus 999 (asks for more than the|needs GPUs)"),
     ],
 )
 def test_what_cannot_be_cross_validated_is_refused(quick, tmp_path, overrides, options, message):
@@ -243,7 +243,7 @@ def test_the_folds_of_a_split_file(quick, task, tmp_path):
     validated = [fold.split.validation for fold in plan_folds(config, load_task(task))]
     assert validated == [tuple(names[:2]), tuple(names[4:])]
     for splits, message in (
-        ([first, {"train": names[2:], "val": names[1:2]}], rf"{names[1]} validates in folds 0 and 1 of .*splits\.json"),
+        ([first, {"train": names[2:], "val": names[1:2]}], rf"{names[1]} is .* of folds 0 and 1 of .*splits\.json"),
         ([{"train": names, "val": []}], r"fold 0 of .*splits\.json has no case to validate"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -253,7 +253,7 @@ def test_the_folds_of_a_split_file(quick, task, tmp_path):
 def test_the_folder_of_a_plain_run_is_left_alone(quick, tmp_path):
     RunFolder(tmp_path / "run").path.mkdir()
     (tmp_path / "run" / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="holds a run of one training; choose another folder"):
+    with pytest.raises(ConfigError, match="contains a single run; choose another folder"):
         cross_validate(quick())
 
 
@@ -315,7 +315,7 @@ def test_ctrl_c_reaches_the_processes_which_save(quick, planned):
 def test_without_gpus_processes_share_the_cpu_where_the_config_says_so(quick, monkeypatch):
     assert choose_gpus(quick("device=cpu"), 3) == [None, None, None]
     monkeypatch.setattr(launching, "count_gpus", lambda: 0)
-    with pytest.raises(ConfigError, match=r"--gpus 3 asks for more than the 0 .* leave it out to work .*=cpu"):
+    with pytest.raises(ConfigError, match=r"--gpus 3 needs GPUs, but none is visible; leave it out to use .*=cpu"):
         choose_gpus(quick(), 3)
 
 
@@ -331,4 +331,4 @@ def test_a_fold_on_several_gpus_starts_its_own_processes(quick):
 def test_numbers_after_config_without_folds_are_refused(config_file):
     result = CliRunner().invoke(app, ["cross-validate", str(config_file), "0", "1"])
     assert result.exit_code == 2
-    assert "got 0 after CONFIG; choose folds by --folds" in result.output
+    assert "got 0 after CONFIG; choose folds with --folds" in result.output

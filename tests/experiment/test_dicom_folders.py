@@ -136,8 +136,8 @@ def test_a_folder_without_an_image_is_refused(tmp_path):
     (tmp_path / "scan.nii.gz").write_bytes(b"not read here")
     for path, series, message in (
         ("export", [], r"no series is an image; there are .*7\.5 .*: derived from images \(SR\), .*7\.6 .*: .*\(KO\)"),
-        ("Task01", [], r"Task01 holds neither an image nor a DICOM series; name the folder that does"),
-        ("scan.nii.gz", ["T1"], r"scan\.nii\.gz: no DICOM among them to choose series of; leave out --series"),
+        ("Task01", [], r"Task01 contains neither an image nor a DICOM series; name another folder"),
+        ("scan.nii.gz", ["T1"], r"scan\.nii\.gz: there is no DICOM series to choose from; leave out --series"),
     ):
         with pytest.raises(DataError, match=message):
             resolve_images([tmp_path / path], series=series)

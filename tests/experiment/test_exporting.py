@@ -65,7 +65,7 @@ def test_what_was_measured_to_help_goes_along(run, tmp_path):
     assert loaded.postprocessing.steps == order.steps
     best = export(own, tmp_path / "best.zip", checkpoint="best")
     assert load_trained(best, "best").postprocessing is None  # it was measured with the latest one's label maps
-    with pytest.raises(ConfigError, match="holds the best checkpoint, not previous; leave --checkpoint out"):
+    with pytest.raises(ConfigError, match="contains the best checkpoint, not previous; leave out --checkpoint"):
         load_trained(best, "previous")
 
 
@@ -96,7 +96,7 @@ def change_manifest(**changes):
         (change_manifest(version=3), r"that volseg .* reads .*'version': 2"),
         (change_manifest(format="other"), "reads .*volseg-model"),
         (change_manifest(networks=3), r"has no 1/weights\.safetensors"),
-        (change_manifest(networks="many"), "how many networks it holds, got 'many'"),
+        (change_manifest(networks="many"), "number of networks, got 'many'"),
         (lambda members: {**members, "manifest.json": b"{"}, "is damaged, or volseg export did not write it"),
     ],
 )
@@ -143,11 +143,11 @@ def test_tensors_of_every_type_come_back_and_are_the_librarys():
 
 
 def test_what_cannot_be_exported_is_told(run, tmp_path):
-    with pytest.raises(ConfigError, match=r"exported to a file such as model\.zip, got"):
+    with pytest.raises(ConfigError, match=r"an archive needs a file name such as model\.zip, got"):
         export(run, tmp_path)
     with pytest.raises(ConfigError, match="is neither a run folder nor a cross-validation"):
         export(tmp_path, tmp_path / "model.zip")
-    with pytest.raises(ConfigError, match="takes archive, torchscript, onnx, monai-bundle, got 'onxx'; did"):
+    with pytest.raises(ConfigError, match="must be one of archive, torchscript, onnx, monai-bundle, got 'onxx'; did"):
         export(run, tmp_path / "model.onnx", to="onxx")
     for format_, name in (("archive", "model.zip"), ("torchscript", "model.pt")):
         (tmp_path / name).write_text("somebody's", encoding="utf-8")
@@ -227,7 +227,7 @@ def test_the_network_of_any_source_is_exported_and_a_bundle_of_nnunets_is_refuse
         script, network = torch.jit.load(file), load_trained(source, overrides=["device=cpu"]).models[0]
         image = torch.rand(1, load_trained(source).task.num_channels, 16, 32, 32)
         torch.testing.assert_close(script(image), network(image), rtol=1e-4, atol=1e-4)  # as export compares
-    with pytest.raises(ConfigError, match="predicts as nnU-Net does, which MONAI has no counterpart for"):
+    with pytest.raises(ConfigError, match="predicts like nnU-Net, which MONAI does not support"):
         export(fold, tmp_path / "bundle", to="monai-bundle")
-    with pytest.raises(ConfigError, match=r"holds 3 networks, but onnx holds one: name one fold, .*fold_0"):
+    with pytest.raises(ConfigError, match=r"contains 3 networks, but onnx can store one; name one fold, .*fold_0"):
         export(archive, tmp_path / "model.onnx", to="onnx")

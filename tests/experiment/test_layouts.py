@@ -95,7 +95,7 @@ def test_a_table_says_how_its_cases_are_split_and_which_are_predicted(configured
     own = tmp_path / "splits_final.json"
     own.write_text(json.dumps([{"train": ids[1:], "val": ids[:1]}]), encoding="utf-8")
     assert choose_cases(configured(f"data.root={path}", f"split.file={own}")).split.validation == (ids[0],)
-    with pytest.raises(ConfigError, match=r"split\.fold is 8, but the table of cases holds folds 0 to 5"):
+    with pytest.raises(ConfigError, match=r"split\.fold is 8, but the table of cases has folds 0 to 5"):
         choose_cases(configured(f"data.root={path}", "split.num_folds=9", "split.fold=8"))
 
 
@@ -178,13 +178,13 @@ def test_a_table_and_a_config_give_weights(configured, tabled):
 
 
 def test_weights_that_cannot_be_are_refused_with_their_names(configured, tabled):
-    with pytest.raises(ConfigError, match=r"weights names 'synthetic_01', 'x\*', which fit no case; did you"):
+    with pytest.raises(ConfigError, match=r"weights: no case matches 'synthetic_01', 'x\*'; did you"):
         choose_cases(configured("data.weights={synthetic_01: 1, 'x*': 2}"))
     for wrong in ("-1", ".nan", ".inf", "much"):
         with pytest.raises(ConfigError, match=r"data\.weights\.case_7"):
             configured(f"data.weights={{case_7: {wrong}}}")
     for wrong in ("-1", "nan", "inf", "70kg"):
-        with pytest.raises(DataError, match=rf"the weight of case \w+ is '{wrong}'; needed: a finite number from 0 on"):
+        with pytest.raises(DataError, match=rf"the weight of case \w+ is '{wrong}', but must be a finite number of"):
             choose_cases(tabled(1, 1, wrong, 1, 1, 1))
     with pytest.raises(DataError, match="all 4 training cases have weight 0: "):
         choose_cases(configured("data.weights={'*': 0}"))
@@ -200,7 +200,7 @@ def test_a_training_draws_by_weight_and_goes_on_with_the_same_batches(configured
     whole, half = Seen(), Seen()
     with caplog.at_level("INFO"):
         train(configured(*GROWTH, weights, "training.epochs=2"), hooks=[whole])
-    assert "patches are drawn by weights of cases: 1 of weight 0, 2 of weight 1, 1 of weight 4" in caplog.text
+    assert "patches are drawn by the weights of cases: 1 of weight 0, 2 of weight 1, 1 of weight 4" in caplog.text
     assert [entry[:2] for entry in whole.cases] == [(0, (8, 8, 8))] * 20 + [(1, (16, 16, 16))] * 20
     counts = Counter(case for *_, cases in whole.cases for case in cases)
     assert counts.keys() == {names[0], names[2], names[3]}

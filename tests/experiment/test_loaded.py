@@ -113,7 +113,7 @@ def test_mirror_folds_and_every_source_that_predicts(cross_validated, trained, i
     one, other = (volseg.load(source, device="cpu") for source in (cross_validated / "fold_1", archive / "fold_1"))
     assert torch.equal(one(image, probabilities=True).probabilities, other(image, probabilities=True).probabilities)
     for source, wanted, message in ((archive, [7], "has no fold_7; it has fold_0, fold_1, fold_2"),
-                                    (cross_validated, [], "chooses networks of one source")):  # fmt: skip
+                                    (cross_validated, [], "folds must name folds of one source")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             volseg.load(source, folds=wanted)
     with pytest.raises(ConfigError, match=r"device should be auto, cpu, cuda, or cuda:N of \d GPUs, got cuda:99"):
@@ -133,7 +133,7 @@ def test_nnunets_model_gives_what_nnunet_predicts(tmp_path):
 
 def test_weights_only_cannot_predict(trained, tmp_path):
     torch.save({"model": {"a": torch.zeros(1)}}, tmp_path / "plain.pt")
-    with pytest.raises(ConfigError, match=r"plain\.pt holds weights only: no config says"):
+    with pytest.raises(ConfigError, match=r"plain\.pt contains only weights: no config describes"):
         volseg.load(tmp_path / "plain.pt")
     (tmp_path / "bad.pt").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match=r"bad\.pt is damaged"):
@@ -192,7 +192,7 @@ def shear(affine):
     ("give", "message"),
     [
         (lambda v: (v.numpy(), None), "given as ndarray needs an affine"),
-        (lambda v: (v, np.eye(4)), "given as MetaTensor has a place of its own: give no affine"),
+        (lambda v: (v, np.eye(4)), "given as MetaTensor has its own affine: pass no other one"),
         (lambda v: (v.numpy(), np.eye(3)), r"should be 4 x 4 .* got the shape \(3, 3\)"),
         (lambda v: (v.numpy(), np.diag([0, 0, 0, 1])), "does not place voxels in three dimensions"),
         (lambda v: (torch.zeros(4, 4), torch.eye(4)), "needs three axes"),
@@ -278,7 +278,7 @@ def changed(folds, tmp_path):
 def test_folds_and_several_runs_are_an_ensemble(cross_validated, folds, caplog):
     with caplog.at_level(logging.INFO):
         trained = load_trained(cross_validated)
-    assert f"{cross_validated}: fold(s) 0, 1, 2 of 3 together" in caplog.text
+    assert f"{cross_validated}: ensemble of fold(s) 0, 1, 2 of 3" in caplog.text
     assert trained.source == cross_validated
     alone = [load_trained(RunFolder(fold)) for fold in folds]
     for one, of_fold in zip(trained.models, alone, strict=True):
@@ -293,11 +293,11 @@ def test_a_fold_that_is_not_finished_is_left_out_and_named(cross_validated, tmp_
     (copy / "fold_1" / "validation" / "summary.json").unlink()
     assert len(load_trained(copy).models) == 2
 
-    assert "begun and not finished: fold(s) 1" in caplog.text
+    assert "unfinished fold(s) 1 are not used" in caplog.text
     config = copy / "fold_2" / "config.yaml"
     config.write_text(config.read_text(encoding="utf-8").replace("epochs: 1", "epochs: 2"), encoding="utf-8")
     (copy / "fold_0" / "checkpoints" / "latest.pt").write_bytes(b"damaged")
-    with pytest.raises(ConfigError, match=r"no fold of .*cv is finished \(begun: 0, 1, 2\); continue them by volseg"):
+    with pytest.raises(ConfigError, match=r"no fold of .*cv is finished \(started: 0, 1, 2\); continue with volseg"):
         load_trained(copy)
 
 
@@ -332,9 +332,9 @@ def test_what_the_training_settled_cannot_be_set(folds, override, message):
 @pytest.mark.parametrize(
     ("file", "before", "after", "message"),
     [
-        ("task.json", '"Anterior"', '"Front"', r"for they differ in labels \("),
+        ("task.json", '"Anterior"', '"Front"', r"as they differ in labels \("),
         ("config.yaml", "- 1.5", "- 2.0", r"they differ in preprocessing \("),
-        ("config.yaml", "mirror: false", "mirror: true", r"they differ in inference \(.*can be set for all by --set"),
+        ("config.yaml", "mirror: false", "mirror: true", r"they differ in inference \(.*can be set for all with --set"),
     ],
 )
 def test_runs_that_do_not_go_together_say_in_what(folds, changed, file, before, after, message):

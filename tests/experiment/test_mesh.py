@@ -216,8 +216,8 @@ def test_a_deterministic_run_keeps_how_it_was_shared(config_file, tmp_path):
     kept = load_config(tmp_path / "run" / "config.yaml").parallel
     assert (kept.data, kept.spatial) == (2, 1)
     refused = try_to_run(config_file, [*overrides, "training.epochs=2"], True)
-    assert "was begun with parallel.data: 2, parallel.spatial: 1 and training.deterministic: true" in refused
-    assert "got 1 and 1; set both to what they were (fewer processes may compute them)" in refused
+    assert "was started with parallel.data: 2, parallel.spatial: 1 and training.deterministic: true" in refused
+    assert "got 1 and 1; restore both numbers (fewer processes may compute them)" in refused
     assert try_to_run(config_file, [*overrides, "training.epochs=2", "parallel.data=2"], True) is None
 
 

@@ -165,15 +165,15 @@ def test_a_run_with_ones_own_parts_from_training_to_prediction(own, task, tmp_pa
         said = refuse(*verb)
         assert f"{run} uses missing components: " in said
         assert "network 'TinyNet'" in said
-        assert f"Add them by --components {components}" in said
+        assert f"Add them with --components {components}" in said
     call("predict", run, images, *with_file)
     call("validate", run, "--overwrite", "--components", copy)  # the same bytes elsewhere
     call("predict", run, images, "--resume", "--components", copy)
     components.write_text(COMPONENTS + "\n# changed\n", encoding="utf-8")
     assert "were made with other settings (components differ)" in refuse("predict", run, images, "--resume", *with_file)
     call("predict", run, images, "--overwrite", *with_file)
-    assert "was begun with network 'TinyNet' from" in caplog.text
-    assert "Go on with --components" in refuse("train", config, "--resume", *with_file)
+    assert "was started with network 'TinyNet' from" in caplog.text
+    assert "Continue with --components" in refuse("train", config, "--resume", *with_file)
     call("train", config, "--set", "training.epochs=3", "--resume", "--components", copy)
     assert len(latest(run).history) == 3
 
@@ -256,7 +256,7 @@ def test_verify_and_the_list_take_the_file_too(own):
         ("network.outputs=[logit, boundary]", "logits among them"),
         ("network.outputs=[logits, label]", "cannot be called label"),
         ("losses=[{name: EdgeLoss, inputs: [edges, label]}]", "a loss needs the field 'edges'"),
-        ("losses=[{name: DiceCELoss, weight: [1, 2]}]", "loss DiceCELoss cannot be computed of"),
+        ("losses=[{name: DiceCELoss, weight: [1, 2]}]", "loss DiceCELoss cannot be computed from"),
         ("losses=[{name: DiceCELoss, weight: 2, factor: 2}]", "weight: needed: a list of class weights"),
         ("losses=[{name: TverskyLoss, weight: [1, 2, 3]}]", "loss TverskyLoss has no parameter 'weight'"),
         ("hooks=[{name: CountEpoch}]", "no hook is called 'CountEpoch'; did you mean 'CountEpochs'"),
@@ -265,11 +265,11 @@ def test_verify_and_the_list_take_the_file_too(own):
         ("network={name: Wide}", "network Wide cannot be run on an image of .*not four"),
         ("network={name: Bare}", "network Bare must take in_channels and out_channels"),
         ("network={name: Lacking}", "network Lacking needs a package.*pip install surely_absent"),
-        ("losses=[{name: Vector}]", "must give one number"),
-        ("losses=[{name: Single}]", r"must give one number, got \(1,\)"),
-        ("optimizer={name: NoOptimizer, lr: 1}", "must make a torch.optim.Optimizer"),
+        ("losses=[{name: Vector}]", "must return one number"),
+        ("losses=[{name: Single}]", r"must return one number, got \(1,\)"),
+        ("optimizer={name: NoOptimizer, lr: 1}", "must build a torch.optim.Optimizer"),
         ("hooks=[{name: NoHook}]", "hook NoHook must be a volseg.Hook"),
-        ("training.frozen=[bodi.*]", r"no parameter is called 'bodi.*'; did you mean .*'body\.\*'"),
+        ("training.frozen=[bodi.*]", r"no parameter matches 'bodi.*'; did you mean .*'body\.\*'"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_a_folder_is_begun(own, registered, tmp_path, change, message):
@@ -319,7 +319,7 @@ def test_what_a_call_registered_cannot_reach_other_processes(registered):
         ("def f(:\n", r"cannot be run, line 1: SyntaxError"),
         ("import volseg\nvolseg.register('network', 'VNet', dict)\n", "line 2: a network called 'VNet' exists already"),
         ("import volseg\nvolseg.register('networks', 'A', dict)\n", "did you mean 'network'"),
-        ("import volseg\nvolseg.register('reader', 'npy', dict)\n", "by the suffix of its files in lower case"),
+        ("import volseg\nvolseg.register('reader', 'npy', dict)\n", "must be the suffix of its files in lower case"),
         ("import volseg\nvolseg.register('network', 'B', dict)\nraise KeyError('late')\n", "line 3: KeyError"),
     ],
 )
@@ -341,7 +341,11 @@ def test_a_file_that_cannot_be_run_says_where_and_registers_nothing(tmp_path, co
         ("transform", lambda case: None, "Wrong must return a case whose image is a MetaTensor"),
         ("transform", lambda case: {**case, "image": case["image"][0]}, r"got a MetaTensor \(\d+, \d+, \d+\)"),
         ("transform", lambda case: case["img"], r"case .*: Wrong failed: KeyError\('img'\)"),
-        ("transform", lambda case: {**case, "image": case["image"].repeat(2, 1, 1, 1)}, r"gives 2 channel\(s\), not 1"),
+        (
+            "transform",
+            lambda case: {**case, "image": case["image"].repeat(2, 1, 1, 1)},
+            r"returns 2 channel\(s\), not 1",
+        ),
         ("augmentation", lambda image, label: image, r"must return \(image, label\), got \(1, 16, 16, 16\)"),
         ("augmentation", lambda image, label: (image[:, 1:], label), "the image with the shape, type and device that"),
         ("augmentation", lambda image, label: (image, label.float()), r"the label with the shape.*uint8.*got.*float32"),

@@ -52,7 +52,7 @@ def test_the_verb_prints_a_table_and_how_to_train(vnet, tmp_path):
     planned = ["volseg", "train", vnet, *SMALL, "--components", str(own)]
     assert shlex.split(command) == planned, "what is trained is what was planned, pasted into a shell"
     assert "Times follow from published rates" in told.output
-    assert "channels and classes by what is published of Task04_Hippocampus" in told.output
+    assert "channels and classes from the published facts of Task04_Hippocampus" in told.output
 
 
 @pytest.mark.parametrize("more", [[], ["--max-volume"]])
@@ -164,7 +164,7 @@ def test_the_largest_patch_fits_and_the_next_does_not(vnet):
         ({"kind": "v100-61"}, "did you mean 'v100-16'"),
         ({"gpu_memory": "sixteen"}, "the memory of a GPU is a size such as 16GiB, got 'sixteen'"),
         ({"instance": "p3.2xlarge", "num_gpus": 2}, r"--gpus 2 asks for more than the 1 GPU\(s\) of p3.2xlarge"),
-        ({"instance": "p3.2xlarge", "here": True}, "got several of these"),
+        ({"instance": "p3.2xlarge", "here": True}, "got more than one of these"),
     ],
 )
 def test_a_machine_that_is_not_known_is_refused_with_the_nearest(arguments, message):
@@ -234,7 +234,7 @@ def test_a_network_of_one_size_is_refused_as_its_training_would_be(vnet):
     """The error was that it cannot be traced, because of the size of a validation's volumes."""
     unetr = "network={name: UNETR, feature_size: 4, hidden_size: 24, mlp_dim: 24, num_heads: 2}"
     sizes = ["patch={size: [32, 32, 32], batch: 2}"]
-    with pytest.raises(ConfigError, match=r"takes volumes of \(32, 32, 32\) voxels only; set inference.window to"):
+    with pytest.raises(ConfigError, match=r"supports only volumes of \(32, 32, 32\) voxels; set inference.window to"):
         plan_small(vnet, unetr, *sizes, kind="h200")
     assert plan_small(vnet, unetr, *sizes, "inference.window=[32, 32, 32]", kind="h200").forecasts[0].runs
 
@@ -314,7 +314,7 @@ def test_the_processes_of_a_job_take_the_fastest_that_surely_fits_or_the_smalles
     assert choose_mesh(forecasts, 4, 16 * GIB)[0] == forecasts[2].candidate
     smallest, why = choose_mesh(forecasts, 4, 3 * GIB)
     assert smallest == forecasts[3].candidate
-    assert why.endswith("takes the least memory, and may not fit (5.0 GiB of 3.0 GiB)")
+    assert why.endswith("needs the least memory, but may not fit (5.0 GiB of 3.0 GiB)")
     assert choose_mesh(forecasts[:1], 4, 16 * GIB) == (None, "")
 
 
@@ -332,4 +332,4 @@ def test_a_mesh_is_chosen_beside_what_cases_take_or_left_to_the_config(vnet, mon
     assert (told.chosen, told.memory and told.memory.used) == (
         (None, None) if answer.problem else (Candidate(), 4 * GIB)
     )
-    assert ("(of values): samples are not cut unless" in caplog.text) == bool(answer.problem)
+    assert ("(of values), so samples are not cut; set" in caplog.text) == bool(answer.problem)

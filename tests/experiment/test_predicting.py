@@ -161,7 +161,7 @@ def test_predictions_of_other_weights_or_settings_are_not_mixed(own_run, images,
     settings = own_run.config_file
     text = settings.read_text(encoding="utf-8")
     settings.write_text(text.replace("mirror: false", "mirror: true"), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"with other settings \(inference differ\); name another folder by --output"):
+    with pytest.raises(ConfigError, match=r"other settings \(inference differ\); name another folder with --output"):
         predict(own_run, [images], output, resume=True)
     settings.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"made with other settings \(checkpoint differ\)"):
@@ -249,10 +249,10 @@ def test_label_maps_that_are_there_are_replaced_by_nobody_who_does_not_ask(cpu_r
     foreign = output / "synthetic_001.nii.gz"
     foreign.write_bytes(b"drawn by hand")
     before = times(output)
-    ways = r"holds 4 of the 4 label maps, first .*synthetic_001.* with --resume.* with --skip-existing.* by --overwrite"
+    ways = r"contains 4 of the 4 label maps, first .*synthetic_001.* --resume.* with --skip-existing.* with --overwrite"
     with pytest.raises(ConfigError, match=ways):
         predict(cpu_run, [images], output)
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="exclude each other; use one of them"):
         predict(cpu_run, [images], output, resume=True, overwrite=True)
     kept = predict(cpu_run, [images], output, skip_existing=True)
     assert {case.state for case in kept.cases} == {"there before"}
@@ -278,7 +278,7 @@ def test_other_settings_reach_the_label_maps_and_the_record(cpu_run, cross_valid
         predict(cross_validated, image, tmp_path / "c", resume=True)
     with pytest.raises(ConfigError, match="inference differ"):
         predict(cpu_run, image, tmp_path / "b", resume=True, overrides=["inference.mirror=true"])
-    with pytest.raises(ConfigError, match="name a folder by --output"):
+    with pytest.raises(ConfigError, match="name a folder with --output"):
         predict([cpu_run, cross_validated / "fold_1"], image)
 
 
@@ -362,7 +362,7 @@ def test_two_processes_predict_what_one_does(cpu_run, scans, tmp_path, caplog):
     (failed,) = together.failures
     assert failed.case == "scan_broken"
     there = tmp_path / "together" / "scan_broken.nii.gz"
-    assert failed.message == f"{alone.failures[0].message}; {there} is there, of an earlier prediction"
+    assert failed.message == f"{alone.failures[0].message}; {there} is from an earlier prediction"
     for name, path in alone.label_maps.items():
         assert together.label_maps[name].read_bytes() == path.read_bytes()
 
@@ -370,7 +370,7 @@ def test_two_processes_predict_what_one_does(cpu_run, scans, tmp_path, caplog):
 def test_a_process_that_finds_other_weights_ends_the_prediction(cpu_run, scans, tmp_path, monkeypatch):
     before = property(lambda record: "of the checkpoint before", lambda record, digest: None)
     monkeypatch.setattr(PredictionRecord, "digest", before, raising=False)  # a training wrote another since
-    with pytest.raises(ConfigError, match="the weights were replaced while the prediction began"):
+    with pytest.raises(ConfigError, match="a running training replaced the weights while the prediction started"):
         predict(cpu_run, [scans], tmp_path / "out", gpus=2)
 
 
@@ -423,7 +423,7 @@ PLAYED = [sys.executable, "-c", WORKER]
 def test_each_case_is_asked_for_once_and_a_process_that_dies_is_named(dying):
     results = list(predict_in_processes(CASES, [None, "1"], {"dies_with": dying}, PLAYED))
     assert sorted(result.case for result in results) == [case["case"] for case in CASES]
-    lost = [result for result in results if "every process that predicted has failed" in result.message]
+    lost = [result for result in results if "all prediction processes have failed" in result.message]
     killed = [result for result in results if result.state == "failed" and result not in lost]
     assert len(killed) == min(len(dying), 2), "each process dies once"
     assert len(lost) == len(dying) - len(killed)

@@ -135,7 +135,7 @@ def test_bad_input_is_told_in_words(config):
     assert told.exit_code == 1
     assert "the speed of a GPU called 'h20' is not known" in str(told.exception)
     told = run(config, "--gpus", "2")
-    assert "leave one out or add the other" in str(told.exception)
+    assert "add --gpu, or leave out --gpus" in str(told.exception)
     assert run(config, "--steps", "0").exit_code == 2
     assert run("nowhere.yaml").exit_code != 0
     with pytest.raises(ConfigError, match="at least one step, got 0"):

@@ -26,7 +26,7 @@ from volseg.parallel.processes.progress import report_progress
 from volseg.workflow import training
 
 REPLAN = "parallel.on_oom=replan"
-AT_SECOND = "was out of memory at train, epoch 2, batch 2; since then, and once only, the run continues with"
+AT_SECOND = "ran out of memory at train, epoch 2, batch 2; since then, and only once, the run continues with"
 
 
 def take_all_memory():
@@ -79,7 +79,7 @@ def test_without_being_asked_a_run_ends_and_says_what_takes_less(configured):
 @pytest.mark.parametrize(
     ("answer", "lines"),
     [
-        (Answer(problem="no such kind"), ["How much each takes is not forecast: no such kind."]),
+        (Answer(problem="no such kind"), ["Their memory could not be estimated: no such kind."]),
         (
             Answer(forecasts=(forecast(40, refused="needs 40.0 GiB"),), remedies=("one GPU of 40 GiB", "8 x 8 x 8")),
             ["It would fit: one GPU of 40 GiB.", "It would fit: 8 x 8 x 8."],
@@ -94,7 +94,7 @@ def test_what_a_plan_says_is_told(configured, monkeypatch, answer, lines):
     report_progress("train", epoch=1, item=2)
     with pytest.raises(OutOfMemoryError) as caught, failed.heeding(), explaining_memory(failed.config):
         take_all_memory()
-    assert [line for line in str(caught.value).splitlines() if "forecast:" in line or "would fit" in line] == lines
+    assert [line for line in str(caught.value).splitlines() if "estimated:" in line or "would fit" in line] == lines
 
 
 def test_a_batch_is_part_of_its_step(configured, monkeypatch):
@@ -104,7 +104,7 @@ def test_a_batch_is_part_of_its_step(configured, monkeypatch):
         take_all_memory()
 
     monkeypatch.setattr(training, "remaining_batches", lambda *args: iter(lambda: fill_memory(*args), None))
-    with pytest.raises(OutOfMemoryError, match=r"(?s), at train, epoch 1, batch 1.*What takes less, fastest first:"):
+    with pytest.raises(OutOfMemoryError, match=r"(?s), at train, epoch 1, batch 1.*less memory, fastest first:"):
         train(configured())
 
 
@@ -173,7 +173,7 @@ def test_a_second_attempt_that_cannot_be_built_failed_in_no_step(configured, mon
         return build_model(*args, **options)
 
     monkeypatch.setattr(experiment_training, "build_model", build)
-    with pytest.raises(OutOfMemoryError, match=r"It was not a training step \(start\)"):
+    with pytest.raises(OutOfMemoryError, match=r"The failure was not in a training step \(start\)"):
         train(configured(REPLAN), hooks=[Full("forward")])
 
 
@@ -230,7 +230,7 @@ def test_what_is_taken_follows_from_forecasts(configured, monkeypatch, gib, take
 
 def test_what_cannot_be_estimated_is_not_replanned(configured, monkeypatch):
     with pytest.raises(
-        OutOfMemoryError, match=r"full\. parallel\.on_oom: replan found nothing that takes less memory on"
+        OutOfMemoryError, match=r"full\. parallel\.on_oom: replan found no settings that need less memory on"
     ):
         choose(monkeypatch, configured(REPLAN), Candidate(), 1, [])
 
@@ -272,11 +272,11 @@ def test_processes_stay_as_many_as_they_are(configured, monkeypatch, settings, p
 
 def test_a_second_time_ends_the_run_even_after_it_was_resumed(configured):
     config = configured(REPLAN)
-    with pytest.raises(OutOfMemoryError, match=r"since then, and once only, .* A second time ends the run\.") as caught:
+    with pytest.raises(OutOfMemoryError, match=r"then, and only once, .* A second failure ends the run\.") as caught:
         train(config, hooks=[TooMuch(1, 1, always=True)])
-    assert str(caught.value).endswith("parallel.checkpoint: tiled (and by tiles)"), "of what failed last, not first"
+    assert str(caught.value).endswith("parallel.checkpoint: tiled (recomputes in tiles)"), "of the last failure"
     hook = TooMuch(1, 1, always=True)
-    with pytest.raises(OutOfMemoryError, match="A second time ends the run"):
+    with pytest.raises(OutOfMemoryError, match="A second failure ends the run"):
         train(config, resume=True, hooks=[hook])
     assert all(is_cut for _, _, is_cut in hook.seen)
 
@@ -293,7 +293,7 @@ class Fails(Hook):
     ("settings", "message"),
     [
         ((), "the run continues with --set parallel.strategy=spatial"),  # it does not fall back
-        (("parallel={strategy: pipeline, devices: 2}",), "is for another mesh; the requested one"),
+        (("parallel={strategy: pipeline, devices: 2}",), "is for another mesh; the requested mesh"),
     ],
 )
 def test_a_run_that_was_replanned_and_lost_goes_on_as_it_was_or_is_asked_for(configured, caplog, settings, message):
@@ -319,7 +319,7 @@ def test_a_damaged_record_is_refused(field, value):
     tried = {"where": "here", "at": "epoch 0", "said": "full", "tried": asdict(Candidate())}
     sound = {"asked": {}, "processes": 1, "failure": tried, "overrides": ["parallel.devices=1"], "why": "less memory"}
     assert asdict(replanning.Replanned.read(sound, "replanned.json")) == {**sound, "overrides": ("parallel.devices=1",)}
-    with pytest.raises(CheckpointError, match=r"(?s)replanned\.json should hold the settings chosen .* remove it"):
+    with pytest.raises(CheckpointError, match=r"(?s)replanned\.json should contain the settings chosen .* remove it"):
         replanning.Replanned.read({**sound, field: value}, "replanned.json")
 
 
@@ -330,7 +330,7 @@ def test_a_validation_without_memory_is_no_matter_of_steps(configured):
                 lambda network, inputs, output: None if network.training else take_all_memory()
             )
 
-    with pytest.raises(OutOfMemoryError, match=r"window \(prediction\).* It was not a training step \(predict\)"):
+    with pytest.raises(OutOfMemoryError, match=r"window \(prediction\).* not in a training step \(predict\)"):
         train(configured(REPLAN), hooks=[FullWindow()])
     folder = RunFolder(configured().folder).path
     assert not (folder / "replanned.json").exists()
@@ -421,7 +421,7 @@ def test_two_processes_that_fail_at_a_time_are_replanned_once(start, config_file
     status, batches, errors = run_together(start, tmp_path, TORCHRUN, config_file, "ranks: [0, 1], always: true")
     assert status != 0
     assert {attempt for _, attempt, _, _ in batches} == {0, 1}
-    assert "A second time ends the run." in errors
+    assert "A second failure ends the run." in errors
     # As it was chosen; later it is told as what was before.
     assert errors.count("parallel.spatial=2 --set training.record=false: 1.0 GiB of each GPU, 1 s per step\n") == 1
 

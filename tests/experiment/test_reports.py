@@ -49,7 +49,7 @@ def test_a_finished_training_leaves_a_page_with_its_cases(configured, true_pictu
         assert f"<h2>{heading}</h2>" in page
     assert "HD95" in page
 
-    with pytest.raises(ConfigError, match=r"holds a run already; continue it with --resume, or choose another folder"):
+    with pytest.raises(ConfigError, match=r"contains a run; continue it with --resume, or choose another folder"):
         train(config)
     assert read_page(config) == page  # it is another run's, which was left alone
 
@@ -119,7 +119,7 @@ def test_pictures_show_the_channel_that_the_config_names(configured, tmp_path):
     with pytest.raises(ConfigError, match=r"logging\.channel"):
         configured("logging.channel=-1")
     for wrong in ("2", "PD", "t2"):
-        with pytest.raises(ConfigError, match=r"by number or name, got .*; there are 0 \(T2\), 1 \(ADC\)"):
+        with pytest.raises(ConfigError, match=r"number or name .*, got .*; the channels are 0 \(T2\), 1 \(ADC\)"):
             train(configured(*one, f"logging.channel={wrong}", f"output={tmp_path / 'refused'}"))
     assert not (tmp_path / "refused").exists()
 

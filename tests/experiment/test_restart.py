@@ -93,7 +93,7 @@ def test_restart_begins_goes_on_and_then_prints_the_report(config_file, configur
     assert third.exit_code == 0
     assert third.output.strip() == folder.report_file.read_text(encoding="utf-8").strip()
     assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")} == before
-    with pytest.raises(ConfigError, match=r"begun with another config: optimizer\.lr"):
+    with pytest.raises(ConfigError, match=r"started with another config: optimizer\.lr"):
         run(config_file, "--restart", "--set", "optimizer.lr=0.5")
 
 

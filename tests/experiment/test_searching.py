@@ -74,11 +74,11 @@ def test_trials_are_the_runs_that_train_makes(config_file, over, tmp_path, caplo
     assert write_report(folder) == folder / "search.html"
     # Asked for as many again, it has nothing to do; asked for more, it goes on.
     assert len(search(config_file, over(), SHORT, trials=2).trials) == 2
-    with pytest.raises(ConfigError, match=r"run was begun with another config: .*'low': 0\.001.* -> .*'low': 0\.01"):
+    with pytest.raises(ConfigError, match=r"run was started with another config: .*'low': 0\.001.* -> .*'low': 0\.01"):
         search(config_file, over(SPACE.replace("e-3", "e-2")), SHORT, trials=3)
-    with pytest.raises(ConfigError, match=r"begun with another config: training\.iterations: 2 -> 3"):
+    with pytest.raises(ConfigError, match=r"started with another config: training\.iterations: 2 -> 3"):
         search(config_file, over(), ["training.epochs=1", "training.iterations=3"], trials=3)
-    with pytest.raises(ConfigError, match=r"begun with another config: metric: dice_mean -> hd95/Anterior"):
+    with pytest.raises(ConfigError, match=r"started with another config: metric: dice_mean -> hd95/Anterior"):
         search(config_file, over(), SHORT, trials=3, metric="hd95/Anterior")
 
 
@@ -193,9 +193,9 @@ REFUSED = {
     ("space", "options", "message"),
     [
         *((space, {}, message) for space, message in REFUSED.items()),
-        (SPACE, {"metric": "dice"}, "no validation gives the metric 'dice'; did you mean 'dice_mean'"),
-        (SPACE, {"metric": "dice/Liver"}, "no validation gives the metric 'dice/Liver'"),
-        (SPACE, {"pruner": "medain"}, "no pruner is called 'medain'; did you mean 'median'"),
+        (SPACE, {"metric": "dice"}, "validations do not compute the metric 'dice'; did you mean 'dice_mean'"),
+        (SPACE, {"metric": "dice/Liver"}, "validations do not compute the metric 'dice/Liver'"),
+        (SPACE, {"pruner": "medain"}, "unknown pruner 'medain'; did you mean 'median'"),
         (SPACE, {"overrides": ["training.validate_every=null"]}, "a search compares validations during the training"),
     ],
 )

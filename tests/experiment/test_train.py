@@ -135,7 +135,7 @@ def test_a_longer_run_forgets_the_summaries_of_the_shorter_one_and_is_not_made_s
     with pytest.raises(KeyboardInterrupt):
         train(configured("training.epochs=3"), resume=True, hooks=[At(2, 1, press_ctrl_c)])
     assert not any(path.exists() for path in (*summaries, outcome.folder.path / "report.md"))
-    message = r"has trained 2 epochs and 1 batches, training\.epochs is 2; to go on set training\.epochs to more"
+    message = r"has trained 2 epochs and 1 batches, but training\.epochs is 2; increase training\.epochs to continue"
     with pytest.raises(ConfigError, match=message):
         train(configured(), resume=True)
     assert outcome.folder.config().training.epochs == 3
@@ -247,7 +247,7 @@ def test_bad_cases_stop_the_run_before_it_begins_all_at_once_or_are_left_out_and
         ("metrics=[{name: DiceMetrik, output: x}]", "no metric is called 'DiceMetrik'; did you mean 'DiceMetric'"),
         ("logging.loggers=[tensorbord]", "no logger is called 'tensorbord'; did you mean 'tensorboard'"),
         ("optimizer.lr=-1", r"optimizer SGD refused .*Invalid learning rate"),
-        ("losses=[{name: DiceLoss}, {name: FocalLoss}]", r"losses need different names.*such as output: dice"),
+        ("losses=[{name: DiceLoss}, {name: FocalLoss}]", r"losses need different outputs.*such as output: dice"),
         ("losses=[{name: DiceLoss, factor: 2}]", r"the loss DiceLoss has the factor 2 and .*such as output: dice, or"),
         ("losses=[{name: DiceLoss, inputs: [logits, lable]}]", r"a loss needs the field 'lable'; did you mean 'label'"),
         ("metrics=[{name: MeanIoU, output: x, inputs: [pred, logits]}]", r"a metric needs the field 'logits'; known:"),
@@ -292,7 +292,7 @@ def test_a_run_reads_its_data_from_any_working_directory_and_names_its_losses_an
     assert validate(RunFolder(moved), overwrite=True).summary["mean"] == outcome.validated.summary["mean"]
     config = RunFolder(moved).config_file
     config.write_text(config.read_text(encoding="utf-8").replace(str(task), str(tmp_path / "gone")), encoding="utf-8")
-    with pytest.raises(DataError, match=r"gone, the task of .*moved run é, does not exist; .* data\.root into"):
+    with pytest.raises(DataError, match=r"gone, the data set of .*moved run é, does not exist; .* data\.root in "):
         validate(RunFolder(moved), overwrite=True)
 
 
@@ -308,7 +308,7 @@ def test_a_run_lost_before_its_first_checkpoint_begins_again_by_resume(configure
         train(config, hooks=[Fails()])
     with pytest.raises(InterruptedError):
         train(config, hooks=[At(0, 1, raising(InterruptedError))])
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         train(config)
     assert len(train(configured("optimizer.lr=0.02", "training.epochs=1"), resume=True).history) == 1
     assert RunFolder(config.folder).config().optimizer.spec()["lr"] == 0.02
@@ -320,7 +320,7 @@ def test_resume_refuses_cases_that_changed_sides(outcome, configured, task, tmp_
     manifest = read_json(smaller / "dataset.json")
     manifest["training"].pop()
     (smaller / "dataset.json").write_text(json.dumps(manifest), encoding="utf-8")
-    with pytest.raises(DataError, match=r"no longer those of .*split\.json: .* must not validate"):
+    with pytest.raises(DataError, match=r"no longer match .*split\.json: .* no training case may be used for"):
         train(configured(f"data.root={smaller}", "training.epochs=3"), resume=True)
 
 
@@ -330,7 +330,7 @@ def test_a_prediction_never_replaces_its_image(trained, task, tmp_path, monkeypa
     before = (tmp_path / "synthetic_007.nii.gz").read_bytes()
     (tmp_path / "link").symlink_to(tmp_path)
     for images, output in (([Path(image)], Path()), ([Path("synthetic_007.nii.gz")], tmp_path / "link")):
-        with pytest.raises(DataError, match=r"holds the image .*synthetic_007\.nii\.gz itself"):
+        with pytest.raises(DataError, match=r"contains the image .*synthetic_007\.nii\.gz, which a label map would"):
             predict(trained.folder, images, output)
     assert (tmp_path / "synthetic_007.nii.gz").read_bytes() == before
 
@@ -344,7 +344,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(conf
 def test_a_network_of_one_size_needs_a_window_of_it(configured):
     short = ["training.epochs=1", "training.iterations=1", "training.validate_every=null"]
     unetr = "network={name: UNETR, hidden_size: 24, mlp_dim: 32, num_heads: 2, feature_size: 4}"
-    with pytest.raises(ConfigError, match=r"takes volumes of \(16, 16, 16\) voxels only; set inference\.window to"):
+    with pytest.raises(ConfigError, match=r"supports only volumes of \(16, 16, 16\) voxels; set inference\.window to"):
         train(configured(unetr))
     assert train(configured(unetr, "inference.window=[16, 16, 16]", *short)).validated is not None
 

@@ -48,7 +48,7 @@ def load(repository, *overrides):
 def test_a_data_set_is_asked_known_or_described(task, repository):
     facts = load_facts(load(repository, "data.root=somewhere/Task05_Prostate"))
     assert (facts.task.num_channels, facts.task.num_outputs) == (2, 3)
-    assert facts.source == "what is published of Task05_Prostate"
+    assert facts.source == "the published facts of Task05_Prostate"
     facts = load_facts(load(repository))
     # 260 cases of 35 x 50 x 36 voxels, a float32 and a class each.
     assert facts.case_bytes == 260 * 35 * 50 * 36 * 5
@@ -63,7 +63,7 @@ def test_a_data_set_is_asked_known_or_described(task, repository):
 
 @pytest.mark.parametrize("said", [{}, {"channels": 2}, {"classes": 2}])
 def test_what_is_missing_is_named(said, repository):
-    with pytest.raises(DataError, match=r"nowhere is not there; say them by --channels N --classes N"):
+    with pytest.raises(DataError, match=r"nowhere does not exist; state them with --channels N --classes N"):
         load_facts(load(repository, "data.root=nowhere"), **said)
 
 

@@ -170,11 +170,11 @@ def test_what_cannot_be_measured_or_changed_is_refused(two_folds, task, tmp_path
     run = RunFolder(two_folds / "fold_0")
     gone = run.validation / f"{run.split().validation[0]}.nii.gz"
     shutil.move(gone, tmp_path)
-    with pytest.raises(DataError, match=f"lacks {gone}; write its predictions again: volseg validate {run.path}"):
+    with pytest.raises(DataError, match=f"lacks {gone}; write it again: volseg validate {run.path} --overwrite"):
         determine_postprocessing(two_folds)
     shutil.move(tmp_path / gone.name, gone)
     determine_postprocessing(two_folds)
-    with pytest.raises(ConfigError, match="holds the label maps as they are"):
+    with pytest.raises(ConfigError, match="contains the original label maps"):
         apply_postprocessing(two_folds, run.validation, run.validation)
     with pytest.raises(DataError, match="is not a folder of label maps"):
         apply_postprocessing(two_folds, tmp_path / "none", tmp_path / "out")

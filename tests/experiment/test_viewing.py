@@ -44,7 +44,7 @@ def test_a_run_shows_predictions_beside_references_worst_first(trained, task, mo
     assert view(run.path) == page  # as the report is
     last = list(cases)[-1].split()[0]
     assert [title.split()[0] for title in read_page(view(run.path, cases=[last]))[0]] == [last]
-    with pytest.raises(ConfigError, match=r"no case is called 'synthetic_00x'; did you mean 'synthetic_00"):
+    with pytest.raises(ConfigError, match=r"unknown case 'synthetic_00x'; did you mean 'synthetic_00"):
         view(run.path, cases=["synthetic_00x"])
     moved = task.rename(task.with_name("moved"))
     try:
@@ -80,9 +80,9 @@ def test_a_data_set_and_further_label_maps(task, tmp_path):
     assert list(cases.values()) == [["reference"], *[["reference", "other"]] * 5, []]
     with pytest.raises(ConfigError, match=r"view\.html exists; choose another path, or use --overwrite to replace it"):
         view(task)
-    with pytest.raises(DataError, match=r"other holds no label map of .*, but of .*; a label map is called CASE"):
+    with pytest.raises(DataError, match=r"other has no label map of .*, only of .*; name label maps CASE"):
         view(task / "imagesTs", [other], overwrite=True)
-    with pytest.raises(ConfigError, match=r"is not a run, so it has no config in which to set data\.root=x"):
+    with pytest.raises(ConfigError, match=r"is not a run and has no config, so --set data\.root=x does not apply"):
         view(task, overrides=["data.root=x"])
 
 
@@ -98,7 +98,7 @@ def test_an_image_and_its_label_maps(task, tmp_path):
     for labels, title, names in (("a", "a", ["label 300"]), ("b", "b", ["<liver>"])):
         found = read_page(view(image, [tmp_path / f"{labels}.nii.gz"], output=tmp_path / f"{labels}.html"))
         assert found == ({image.name[:-7]: [title]}, names)
-    with pytest.raises(DataError, match=r"a\.nii\.gz is the label map of one image, and 7 are to be shown"):
+    with pytest.raises(DataError, match=r"a\.nii\.gz is the label map of one image, but 7 images are shown"):
         view(task, [tmp_path / "a.nii.gz"], overwrite=True)
 
 

@@ -174,7 +174,7 @@ def test_a_loss_that_is_no_number_is_first_a_matter_of_the_images():
     losses = EpochLosses(["loss"])
     losses.begin_batch(["case_00"])
     with pytest.raises(
-        NonFiniteLossError, match=r"cases: case_00. Look at the images of these cases first .* then lower"
+        NonFiniteLossError, match=r"cases: case_00. Check the images of these cases first .* then lower"
     ):
         losses.require_finite({"loss": torch.tensor(float("nan"))})
 
@@ -478,10 +478,10 @@ def remove_a_voxel(label):
 
 BETWEEN_SITTINGS = {
     "imagesTr": {
-        "turned bad": lambda file: file.write_bytes(file.read_bytes()[:99]),
-        "hold other voxels": lambda file: change_voxels(file, lambda image: np.copyto(image, image[::-1].copy())),
+        "are bad now": lambda file: file.write_bytes(file.read_bytes()[:99]),
+        "have other voxels": lambda file: change_voxels(file, lambda image: np.copyto(image, image[::-1].copy())),
     },
-    "labelsTr": {"hold other voxels": lambda file: change_voxels(file, remove_a_voxel)},
+    "labelsTr": {"have other voxels": lambda file: change_voxels(file, remove_a_voxel)},
 }
 
 
@@ -498,7 +498,7 @@ def test_a_run_goes_on_with_the_cases_it_was_begun_with(folder, tmp_path):
         sound = file.read_bytes()
         for said, change in changes.items():
             change(file)
-            with pytest.raises(DataError, match=rf"other cases than it was begun with: {first} {said}\. Restore"):
+            with pytest.raises(DataError, match=rf"started with other versions of its cases: {first} {said}\. Restore"):
                 run("run", 2, resume=True)
             file.write_bytes(sound)
     assert len(run("run", 2, resume=True).history) == 2
@@ -508,7 +508,7 @@ def test_a_run_goes_on_with_the_cases_it_was_begun_with(folder, tmp_path):
     file.write_bytes(sound[:99])
     run("other", 1)
     file.write_bytes(sound)
-    with pytest.raises(DataError, match=rf"{first} were bad and are sound now"):
+    with pytest.raises(DataError, match=rf"{first} were bad but are valid now"):
         run("other", 2, resume=True)
     file.write_bytes(sound[:99])
     (tmp_path / "other" / "cases.json").write_text("[" * 100_000, encoding="utf-8")

@@ -54,12 +54,12 @@ def test_a_refusal_is_none_that_another_attempt_lifts(launcher, stopped_run, con
     command = [str(config_file) if part == "CONFIG" else part for part in LAUNCHERS[launcher]]
     ended = subprocess.run([sys.executable, *command], capture_output=True, encoding="utf-8", timeout=200)
     assert ended.returncode == 1, ended.stderr
-    assert "holds a run already" in ended.stderr
+    assert "already contains a run" in ended.stderr
     assert load_checkpoint(stopped_run / "checkpoints" / "latest.pt").epoch == 1
     assert not (stopped_run / "report.md").exists()
     if launcher == "launch":
         assert "restarting" not in ended.stderr
-        assert ended.stderr.count("holds a run already") <= 2  # by the other process, in a line, if it lives to say so
+        assert ended.stderr.count("already contains a run") <= 2  # by the other process, if it lives to say so
     else:
         assert "a new attempt would fail for the same reason as the previous one" in ended.stderr
 

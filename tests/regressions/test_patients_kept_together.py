@@ -100,7 +100,7 @@ def test_given_folds_are_kept_and_a_cut_patient_is_warned_about(frames, tmp_path
     config = write_config(tmp_path / "c.yaml", frames, file=str(split), group=r"^(patient\d+)")
     trained = call("train", config)
     assert trained.exit_code == 0, trained.output
-    warning = "1 patient(s) train and validate, of 6 patients of 12 cases"
+    warning = "1 patient(s) both train and validate, of 6 patients of 12 cases"
     assert [record.levelname for record in caplog.records if warning in record.getMessage()] == ["WARNING"]
     assert "patient001_frame12 trains and patient001_frame01 validates" in caplog.text
     assert warning in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
@@ -110,7 +110,7 @@ def test_a_config_without_a_group_is_warned_about_unless_it_says_none(frames, tm
     def patients(**split):
         return choose_cases(experiment.load_config(write_config(tmp_path / "c.yaml", frames, **split))).patients
 
-    assert "set split.group so, or to none" in patients().warning
+    assert "set split.group to this, or to none" in patients().warning
     assert patients(group="none").warning == patients(group="none").summary == ""
     assert not patients(group=r"(patient\d+)").warning
 

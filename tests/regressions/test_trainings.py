@@ -198,7 +198,7 @@ def test_the_spacing_step_reaches_network_and_augmentation_and_resuming_takes_th
     experiment.train(config("training.epochs=2"), resume=True)
     assert augmentations[1].spacing == (2, 2, 5)
     file.write_text('{"spacing": [1, 0, 1], "network": {}}', encoding="utf-8")
-    with pytest.raises(DataError, match=r"network\.json should hold the spacing"):
+    with pytest.raises(DataError, match=r"network\.json should contain the spacing"):
         open_run(RunFolder(config().folder)).build()
 
 
@@ -283,9 +283,9 @@ def test_the_new_place_of_the_first_stage_can_be_named(second, tmp_path, caplog)
     moved = first.rename(tmp_path / "moved")
     image = next(second.data.root.glob("imagesTs/*.nii.gz"))
     for attempt in (lambda: predict(run, image, tmp_path / "out"), lambda: volseg.load(run.path)):
-        with pytest.raises(ConfigError, match=r"first one, .*first, is absent; .*--set data\.previous_stage=FOLDER"):
+        with pytest.raises(ConfigError, match=r"one, .*first, does not exist; .*--set data\.previous_stage=FOLDER"):
             attempt()
-    with pytest.raises(DataError, match=r"no validated label map of 1 of 1 cases.*--set data\.previous_stage=FOLDER"):
+    with pytest.raises(DataError, match=r"lacks the validated .* 1 of 1 cases.*--set data\.previous_stage=FOLDER"):
         validate(run, overwrite=True)
     with caplog.at_level("INFO"):
         validate(run, overwrite=True, overrides=[f"data.previous_stage={moved}"])
@@ -567,7 +567,7 @@ def test_a_page_replaces_no_image(image, tmp_path, name):
     """With the image as output and `--overwrite`, the page replaced the image."""
     (tmp_path / "pages").mkdir()
     before = image.read_bytes()
-    with pytest.raises(ConfigError, match=r"the page is HTML, and .* is named otherwise; name it such as view\.html"):
+    with pytest.raises(ConfigError, match=r"the page is HTML, but .* has another suffix; name it view\.html"):
         view(image, output=tmp_path / name, overwrite=True)
     assert image.read_bytes() == before
 
@@ -626,11 +626,11 @@ def test_a_config_that_is_edited_meanwhile_changes_no_trial_and_the_next_command
 @pytest.mark.parametrize(
     ("space", "metric", "setting", "message"),
     [
-        (SPACE, "hd95/Anterior", "evaluation.distances=false", "no validation gives the metric 'hd95/Anterior'"),
+        (SPACE, "hd95/Anterior", "evaluation.distances=false", "validations do not compute the metric 'hd95/Anterior'"),
         (SPACE, "nsd/Anterior", "evaluation.tolerance={Posterior: 1.0}", "did you mean .* 'nsd/Posterior'"),
         (SPACE, "lesion_f1/Anterior", "evaluation.lesions=[Posterior]", "did you mean 'lesion_f1/Posterior'"),
         ("split.validation: [fold, none]", "dice_mean", "seed=1", r"search\.yaml: a search compares validations"),
-        ("evaluation.distances: [true, false]", "assd/Anterior", "seed=1", r"search\.yaml: no validation gives"),
+        ("evaluation.distances: [true, false]", "assd/Anterior", "seed=1", r"search\.yaml: validations do not compute"),
         ("patch.batch: {low: 2.0, high: 4.0}", "dice_mean", "seed=1", r"patch\.batch: .* valid integer, .*got 2\.7"),
         ("patch.batch: {low: 2, high: 4, step: 0.5}", "dice_mean", "seed=1", r"a valid integer, .*got 2\.5"),
     ],

@@ -41,7 +41,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, before):
     path = tmp_path / LATEST
     if before:
         save_checkpoint(STATE, path)
-    said = "the one written before is still" if before else "no earlier one exists"
+    said = "the previous one is still" if before else "no earlier one exists"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a write beyond this fails as on a full disk
     try:
@@ -76,14 +76,14 @@ def test_absent_truncated_and_foreign_checkpoints_say_so(tmp_path):
             load_checkpoint(tmp_path / "half.pt")
     for foreign in (torch.ones(1), {"format": "new"}):
         torch.save(foreign, tmp_path / "foreign.pt")
-        with pytest.raises(CheckpointError, match=r"foreign\.pt holds no volseg checkpoint"):
+        with pytest.raises(CheckpointError, match=r"foreign\.pt is not a volseg checkpoint"):
             load_checkpoint(tmp_path / "foreign.pt")
 
 
 def test_a_checkpoint_of_another_network_is_refused(make_training):
     state = make_training().state_dict()
     state["model"]["layers.0.weight"] = torch.zeros(9, 1, 3, 3, 3)
-    with pytest.raises(CheckpointError, match=r"(?s)not of this network and optimizer.*layers\.0\.weight"):
+    with pytest.raises(CheckpointError, match=r"(?s)does not fit this network and optimizer.*layers\.0\.weight"):
         make_training().load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"training\.ema"):
         make_training(average_decay=0.9).load_state_dict(make_training().state_dict())
@@ -118,7 +118,7 @@ def test_a_training_that_begins_leaves_the_checkpoints_of_an_earlier_one(make_tr
     make_training(epochs=1, hooks=[Checkpoints(tmp_path)]).run()
     written = (tmp_path / LATEST).read_bytes()
     with pytest.raises(
-        CheckpointError, match=r"holds latest\.pt of an earlier training.*load_checkpoint\('.*latest\.pt'"
+        CheckpointError, match=r"contains latest\.pt of an earlier training.*load_checkpoint\('.*latest\.pt'"
     ):
         make_training(epochs=2, hooks=[Checkpoints(tmp_path)]).run()
     assert (tmp_path / LATEST).read_bytes() == written
@@ -138,14 +138,14 @@ def test_a_state_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(format=1), "has format 1, this volseg reads 2"),
-        (lambda c: c.update(format=99), "has format 99, this volseg reads 2: update volseg"),
-        (lambda c: c.pop("epoch"), r"lacks \['epoch'\] and has nothing besides"),
-        (lambda c: c.update(extra=1), r"lacks nothing and has \['extra'\] besides"),
-        (lambda c: c.update(epoch="one"), r"values that are none: epoch: .*integer, got str"),
-        (lambda c: c.update(position=-1), r"values that are none: position: .*greater"),
-        (lambda c: c.update(history=[{"epochs": 1}]), r"values that are none: history\.0\.epoch: Field required"),
-        (lambda c: c.update(seconds=3), r"values that are none"),
+        (lambda c: c.update(format=1), "has format 1, not 2"),
+        (lambda c: c.update(format=99), "has format 99, not 2; use the volseg that wrote it"),
+        (lambda c: c.pop("epoch"), r"missing keys \['epoch'\], unknown keys none"),
+        (lambda c: c.update(extra=1), r"missing keys none, unknown keys \['extra'\]"),
+        (lambda c: c.update(epoch="one"), r"an invalid training state: epoch: .*integer, got str"),
+        (lambda c: c.update(position=-1), r"an invalid training state: position: .*greater"),
+        (lambda c: c.update(history=[{"epochs": 1}]), r"an invalid training state: history\.0\.epoch: Field required"),
+        (lambda c: c.update(seconds=3), r"an invalid training state"),
     ],
 )
 def test_another_format_and_what_is_missing_surplus_or_of_another_kind_are_told_with_the_file(

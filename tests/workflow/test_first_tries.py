@@ -42,10 +42,10 @@ def test_a_bare_network_and_a_bare_loss_train_as_named_ones_do(devices):
     ("arguments", "kind", "message"),
     [
         ({"network": Named(abs, ["a"], ["b"])}, ConfigError, r"Training needs a Named nn\.Module, got a Named abs"),
-        ({"network": nn.Conv3d}, ConfigError, "a module that takes image and gives logits.* got <class"),
-        ({"loss": "dice"}, ConfigError, "a module that takes logits, label and gives loss.* got 'dice'"),
-        ({"loss": nn.CrossEntropyLoss(reduction="none")}, BatchFieldError, r"gave loss of shape \(2, 4, 4, 4\).*mean"),
-        ({"batches": [tuple(BATCH.values())]}, BatchFieldError, "a batch is a dict of fields such as .* got a tuple"),
+        ({"network": nn.Conv3d}, ConfigError, "a module from image to logits.* got <class"),
+        ({"loss": "dice"}, ConfigError, "a module from logits, label to loss.* got 'dice'"),
+        ({"loss": nn.CrossEntropyLoss(reduction="none")}, BatchFieldError, r"loss of shape \(2, 4, 4, 4\).*mean"),
+        ({"batches": [tuple(BATCH.values())]}, BatchFieldError, "a batch must be a dict of fields .* got a tuple"),
         ({"batches": iter([BATCH])}, ConfigError, "batches need a length, .* got a list_iterator; pass a DataLoader"),
         ({"batches": []}, ConfigError, "batches are empty"),
         ({"batches": [{"x": BATCH["image"]}]}, BatchFieldError, r"Conv3d needs \['image'\], but the batch has \['x'\]"),
@@ -70,7 +70,7 @@ def test_other_faults_of_networks_and_losses_stay_what_they_are_and_name_the_bat
     with pytest.raises(RuntimeError, match="expected input") as raised:
         train(batches=[BATCH, {**BATCH, "image": torch.ones(2, 3, 4, 4, 4)}])
     assert raised.value.__notes__ == [
-        "in epoch 1, batch 2, of image (2, 3, 4, 4, 4), label (2, 4, 4, 4); cases: unknown"
+        "in epoch 1, batch 2, with image (2, 3, 4, 4, 4), label (2, 4, 4, 4); cases: unknown"
     ]
 
     def broken(logits, label):

@@ -96,7 +96,7 @@ MIXES = r"is not a mean over the samples of a batch \(.* on . samples, .* separa
         ([built("DiceCELoss", weight=WEIGHT)], f"DiceCELoss {MIXES}"),
         ([named(weighted)], "weighted is not a mean"),
         ([named(built("DiceLoss").module, output="dice"), named(weighted, output="entropy")], "weighted is not a mean"),
-        ([named(of_another_field)], r"of_another_field cannot be computed of .*KeyError: 'atlas'"),
+        ([named(of_another_field)], r"of_another_field cannot be computed from .*KeyError: 'atlas'"),
         ([built("FocalLoss", weight=WEIGHT)], None),  # not divided by the sum of the weights
         ([named(towards_image, "image")], None),
     ],

@@ -48,9 +48,9 @@ def test_parts_get_their_own_settings_and_the_rest_those_of_all():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"outputs.*": {"lr": 1.0}}, r"parts: no parameter is called 'outputs\.\*'; did you mean 'output\.\*'"),
+        ({"outputs.*": {"lr": 1.0}}, r"parts: no parameter matches 'outputs\.\*'; did you mean 'output\.\*'"),
         ({"output*": {"lr": 1.0}, "*bias": {"lr": 2.0}}, r"output\.0\.bias is matched by 'output\*' and '\*bias'"),
-        ({"output*": {"fused": True}}, "fused is the same for all parameters"),
+        ({"output*": {"fused": True}}, "fused must be the same for all parameters"),
         ({"output*": {"learning": 1.0}}, "optimizer SGD has no parameter 'learning'"),
         ({"output*": {"lr": -1.0}}, "Invalid learning rate: -1.0"),
     ],
@@ -63,9 +63,9 @@ def test_parts_that_mean_nothing_or_two_things_are_refused(parts, message):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("encodr.*", r"no parameter is called 'encodr\.\*'; did you mean 'encoder\.\*'"),
-        ("output.1", r"no parameter is called 'output\.1'; did you mean 'output\.1\.\*'"),
-        ("*", "leave some to train"),
+        ("encodr.*", r"no parameter matches 'encodr\.\*'; did you mean 'encoder\.\*'"),
+        ("output.1", r"no parameter matches 'output\.1'; did you mean 'output\.1\.\*'"),
+        ("*", "leave some trainable"),
     ],
 )
 def test_a_pattern_without_parameters_and_freezing_everything_are_refused(pattern, message):

@@ -125,7 +125,7 @@ GONE = "the weights are gone"
         ("signal", ("StopRequested", "", False), ("StopRequested", "", True)),  # process 0 has judged its case before
         ("error", ("ParallelError", f"process 1 failed, so this process stops too: ValueError: {GONE}", False), None),
         ("ours", ("DataError", GONE, False), ("DataError", GONE, False)),
-        ("misdealt", ("DataError", "the processes of a validation must hold each of its 5 cases once", False), None),
+        ("misdealt", ("DataError", "the processes of a validation must together have each of its 5", False), None),
     ],
 )
 def test_what_ends_one_process_ends_all(folder, what, first, second):

@@ -65,7 +65,7 @@ def test_a_batch_must_hold_the_rows_of_the_own_replicas(network):
 
 
 def test_batches_must_say_how_many_samples_the_whole_batch_has(network):
-    with pytest.raises(ConfigError, match="2 replicas share each batch, but the batches do not say how large that is"):
+    with pytest.raises(ConfigError, match="2 replicas share each batch, but the batches do not state its size"):
         train(DataParallel(network, join_mesh().replicas(2)), list(Batches()))
 
 

@@ -69,9 +69,9 @@ def test_weighted_losses_add_up_and_are_recorded_apart(make_training):
 @pytest.mark.parametrize(
     ("names", "factors", "message"),
     [
-        (["ce", "ce"], None, "losses need different names"),
-        (["ce", "loss"], None, "losses need different names"),
-        (["loss"], [0.5], r"has the factor 0\.5 and gives 'loss', .*name its output, such as output: dice"),
+        (["ce", "ce"], None, "losses need different outputs"),
+        (["ce", "loss"], None, "losses need different outputs"),
+        (["loss"], [0.5], r"has the factor 0\.5 and the output 'loss', .*rename the output, such as output: dice"),
     ],
 )
 def test_losses_need_names_of_their_own(make_training, names, factors, message):

@@ -3,13 +3,13 @@
 Read in this order:
 
 =================  =================================================================================================
-module             holds
+module             content
 =================  =================================================================================================
-``state``          what a checkpoint holds
-``file``           ``latest.pt``, ``previous.pt``, ``best.pt``: written as a whole, read without running code; loads a
-                   state into network, optimizer, average, scaler and generators; copies a state on its way to the disk
-``compatible``     the table of what may differ between a run and its continuation, and the checks
-``components``     the record of the user's own components
+``state``          the content of a checkpoint
+``file``           ``latest.pt``, ``previous.pt``, ``best.pt``: written atomically, read without running code; loads a
+                   state into network, optimizer, average, scaler and generators; copies a state before writing it
+``compatible``     the rules on differences between a run and its continuation, and their checks
+``components``     the record of the user's components
 ``folder``         the files of a run folder
 ``job_folder``     which process of a job writes the run folder, its lock, and whether the run resumes
 =================  =================================================================================================

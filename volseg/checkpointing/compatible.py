@@ -1,4 +1,4 @@
-"""Check what may differ between a run and its continuation: one table of rules, and checks that enforce it.
+"""Check differences between a run and its continuation: a table of rules, and checks that enforce them.
 
 `RULES` is the table; docs/interrupted.md prints it. Each check compares the run folder with the current config and
 data, and raises the message of its rule. `JobFolder.claim` decides first whether a run resumes, and checks its config.
@@ -41,75 +41,75 @@ RULES: Mapping[str, ResumeRule] = {
     "data.keep, data.device_limit, data.cache, data.cache_limit": ResumeRule("may differ", "the cases are the same"),
     "device, parallel., training.kernels": ResumeRule("may differ", "weights agree to round-off on any devices"),
     "training.checkpoint_minutes, training.spot, logging.": ResumeRule("may differ", "they change no weights"),
-    "inference.window, inference.batch": ResumeRule("may differ", "a validation that did not fit needs less memory"),
-    "training.epochs, training.patience": ResumeRule("may differ", "a training may go on longer", folds=False),
+    "inference.window, inference.batch": ResumeRule("may differ", "a validation that ran out of memory can use less"),
+    "training.epochs, training.patience": ResumeRule("may differ", "a training may be extended", folds=False),
     "every other key": ResumeRule(
         "must be equal",
         "it decides what is trained",
-        refusal="{folder} was begun with another config: {changes}. Restore these values, or start a new {kind} with "
+        refusal="{folder} was started with another config: {changes}. Restore these values, or start a new {kind} with "
         "another --output",
     ),
     "fewer `training.epochs` than were trained": ResumeRule(
         "is refused",
         "the weights are not those of a shorter training",
         "checkpoints",
-        "{folder} has trained {epoch} epochs and {batches} batches, training.epochs is {epochs}; to go on set "
-        "training.epochs to more, to validate as it is use volseg validate",
+        "{folder} has trained {epoch} epochs and {batches} batches, but training.epochs is {epochs}; increase "
+        "training.epochs to continue, or run volseg validate to validate these weights",
     ),
     "replicas and slabs, with `training.deterministic`": ResumeRule(
         "must be equal",
-        "they decide the order of sums, and so the bits",
-        refusal="{folder} was begun with {before} and training.deterministic: true, which gives the same bits with "
-        "these numbers only, got {now}; set both to what they were (fewer processes may compute them), or begin "
-        "another run",
+        "they determine the order of sums, and thus the bits",
+        refusal="{folder} was started with {before} and training.deterministic: true, which gives the same bits only "
+        "with these numbers, got {now}; restore both numbers (fewer processes may compute them), or start a new run "
+        "with another --output",
     ),
     "channels, labels, regions": ResumeRule(
         "must be equal",
         "outputs of the network and scores keep their meaning",
         "task.json",
-        "the data set no longer is what {file} says: {changes}. Restore its dataset.json, or start a new run with "
+        "the data set no longer matches {file}: {changes}. Restore its dataset.json, or start a new run with "
         "another --output",
         DataError,
     ),
     "cases that train, cases that validate": ResumeRule(
         "must be equal",
-        "no case that was trained on may validate",
+        "no training case may be used for validation",
         "split.json",
-        "the cases are no longer those of {file}: {count} came, went or changed between training and validation, "
-        "first {first!r}. Restore the data set, or start a new run with another --output: what was trained on must "
-        "not validate",
+        "the cases no longer match {file}: {count} were added, removed, or moved between training and validation, "
+        "first {first!r}. Restore the data set, or start a new run with another --output: no training case may be "
+        "used for validation",
         DataError,
     ),
     "weights of cases": ResumeRule(
         "must be equal",
         "they decide which cases are drawn",
         "task.json",
-        "the weights of cases are no longer those of {file}: {changes}. Restore the column 'weight' of the table, or "
+        "the weights of cases no longer match {file}: {changes}. Restore the column 'weight' of the table, or "
         "start a new run with another --output",
         DataError,
     ),
     "voxels of each case, and which cases are bad": ResumeRule(
         "must be equal",
-        "the scores are of these images and labels",
+        "the scores are for these images and labels",
         "cases.json",
-        "{folder} would go on with other cases than it was begun with: {changes}. Restore these files as they were, "
+        "{folder} was started with other versions of its cases: {changes}. Restore these files, "
         "or start a new run with another --output",
         DataError,
     ),
     "bytes of files of `--components`": ResumeRule(
         "must be equal",
-        "they may compute anything",
+        "a changed file may compute anything",
         "components.json",
-        "{change}. Go on with {way}, or start a new run with another --output",
+        "{change}. Continue with {way}, or start a new run with another --output",
     ),
     "tensors of the network, groups of the optimizer": ResumeRule("must be equal", "a state must fit", "checkpoints"),
-    "the GPUs": ResumeRule("may differ", "the random state of a GPU that is absent is left out", "checkpoints"),
-    "plan of a run that was given a data set": ResumeRule("is kept", "the data may have changed", "planned.yaml"),
+    "the GPUs": ResumeRule("may differ", "the random state of a missing GPU is skipped", "checkpoints"),
+    "plan of a run from a data set": ResumeRule("is kept", "the data may have changed", "planned.yaml"),
     "network, and spacing of the data": ResumeRule("is kept", "the data may have changed", "network.json"),
-    "mesh of `parallel: auto`": ResumeRule("is kept", "sums keep their order; other numbers of GPUs choose anew"),
-    "kernels of `training.kernels: measured`": ResumeRule("is kept", "measured again, others may win", "kernels.json"),
+    "mesh of `parallel: auto`": ResumeRule("is kept", "sums keep their order; chosen again for another number of GPUs"),
+    "kernels of `training.kernels: measured`": ResumeRule("is kept", "a new measurement may differ", "kernels.json"),
     "what `parallel.on_oom: replan` changed": ResumeRule(
-        "is kept", "the first way was out of memory", "replanned.json"
+        "is kept", "the first way ran out of memory", "replanned.json"
     ),
 }
 """Rules by keys of the config, separated by commas (a key that ends with a dot is a section), or by another subject."""
@@ -148,7 +148,7 @@ def require_same_config(folder: RunFolder, config: ExperimentConfig, *, folds: b
     Raises
     ------
     ConfigError
-        If a key differs that must not; the message lists every such key.
+        If a key that must be equal differs; the message lists all of them.
     """
     lines = differences(folder.config(), config.located())
     if changed := [line for line in lines if not may_differ(line.partition(":")[0], folds=folds)]:
@@ -192,14 +192,14 @@ def require_epochs(folder: RunFolder, state: TrainingState, epochs: int) -> None
 
 
 def require_same_task(folder: RunFolder, task: Task, *, weights: bool = False) -> None:
-    """Raise unless channels and labels mean what they meant when the run was begun, if the run folder says it.
+    """Raise unless channels and labels are those of the run's start; skip the check without ``task.json``.
 
     Parameters
     ----------
     folder : RunFolder
-        Of the run.
+        Folder of the run.
     task : Task
-        As the data set describes it now.
+        Task that the data set describes now.
     weights : bool
         Whether cases must have the same weights as well.
 
@@ -256,13 +256,13 @@ def require_same_cases(folder: RunFolder, fingerprints: Mapping[str, str | None]
         return
     begun = read_json(file)
     if not isinstance(begun, dict) or not all(isinstance(value, str | None) for value in begun.values()):
-        raise DataError(f"{file} should hold a fingerprint of each case; restore it from a copy")
+        raise DataError(f"{file} should contain a fingerprint of each case; restore it from a backup")
     both = begun.keys() & fingerprints.keys()  # the split covers added and removed cases
     bad, was_bad = ({name for name in both if of[name] is None} for of in (fingerprints, begun))
     changes = {
-        "turned bad": bad - was_bad,
-        "were bad and are sound now": was_bad - bad,
-        "hold other voxels": {name for name in both - bad - was_bad if begun[name] != fingerprints[name]},
+        "are bad now": bad - was_bad,
+        "were bad but are valid now": was_bad - bad,
+        "have other voxels": {name for name in both - bad - was_bad if begun[name] != fingerprints[name]},
     }
     if changed := [f"{list_some(sorted(names))} {what}" for what, names in changes.items() if names]:
         refuse("voxels of each case, and which cases are bad", folder.path, changes="; ".join(changed))

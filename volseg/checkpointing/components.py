@@ -1,7 +1,7 @@
 """Record the sources of a run's custom components, and check that they are available when the run is used again.
 
-``components.json`` records the source of each component; ``components/`` holds copies of files. The copies run only if
-the user names them by ``--components``.
+``components.json`` records the source of each component; ``components/`` has copies of files. The copies run only if
+the user names them with ``--components``.
 """
 
 import logging
@@ -55,7 +55,7 @@ def require_components(folder: Path, *, resumes: bool) -> None:
     ----------
     folder : Path
     resumes : bool
-        Whether the run resumes: then its readers must be available, and files must hold the same bytes. Otherwise a
+        Whether the run resumes: then its readers must be available, and files must have the same bytes. Otherwise a
         changed file is only logged.
 
     Raises
@@ -70,7 +70,7 @@ def require_components(folder: Path, *, resumes: bool) -> None:
             by_source.setdefault(one.source, []).append(f"{one.kind} {one.name!r}")
         absent = "; ".join(f"{', '.join(names)} from {source}" for source, names in by_source.items())
         raise ConfigError(
-            f"{folder} uses missing components: {absent}. Add them by {_describe_remedy(folder, missing[0].source)}"
+            f"{folder} uses missing components: {absent}. Add them with {_describe_remedy(folder, missing[0].source)}"
         )
     for one in recorded:
         now = REGISTRIES[one.kind].get_source(one.name)
@@ -78,7 +78,7 @@ def require_components(folder: Path, *, resumes: bool) -> None:
         if now == one.source or same_bytes:  # the file may have moved
             continue
         change = (
-            f"{folder} was begun with {one.kind} {one.name!r} from {one.source}, now it is {now or 'volseg itself'}"
+            f"{folder} was started with {one.kind} {one.name!r} from {one.source}, but now it is from {now or 'volseg'}"
         )
         if resumes and one.source.file is not None:
             refuse("bytes of files of `--components`", folder, change=change, way=_describe_remedy(folder, one.source))
@@ -88,7 +88,7 @@ def require_components(folder: Path, *, resumes: bool) -> None:
 def describe_components(config: ExperimentConfig) -> list[list[str]]:
     """Return kind, name and source of the user's own components that a prediction depends on.
 
-    Every reader counts, as the reader of an image is known only once it is read.
+    All readers are included, as the reader of an image is unknown until the image is read.
     """
     used = {(kind, name) for kind, name in _list_named(config) if kind in ("network", "transform")}
     used |= {("reader", suffix) for suffix in REGISTRIES["reader"]}
@@ -111,7 +111,7 @@ def read_components(folder: Path) -> list[Recorded]:
     if not isinstance(content, list) or not all(
         isinstance(one, dict) and one.get("kind") in REGISTRIES and isinstance(one.get("name"), str) for one in content
     ):
-        raise DataError(f"{file} should hold kind, name and source of components; restore it from a copy")
+        raise DataError(f"{file} should contain kind, name and source of components; restore it from a backup")
     return [
         Recorded(kind=one["kind"], name=one["name"], source=Source.from_json(one.get("from"), file)) for one in content
     ]
@@ -130,8 +130,8 @@ def _describe_remedy(folder: Path, source: Source) -> str:
     """
     if source.file is not None:
         file, copy = quote(source.file), quote(str(copy_path(folder, source)))
-        return f"--components {file} as it was then, of which {copy} is a copy (read it first)"
-    return f"calling volseg.register as {source.module} did, before this"
+        return f"--components {file} as it was then; {copy} is a copy (read it first)"
+    return f"an earlier call of volseg.register, as in {source.module}"
 
 
 def _list_named(config: ExperimentConfig) -> Iterator[tuple[str, str]]:

@@ -59,7 +59,7 @@ def save_checkpoint(
         If the disk is full or the folder cannot be written; a former checkpoint at ``path`` stays in place.
     """
     path = Path(path)
-    content = TrainingState.from_checkpoint(state, f"what is to be written to {path}").as_checkpoint()
+    content = TrainingState.from_checkpoint(state, f"the state for {path}").as_checkpoint()
     try:
         # Into an open file: given a path, torch writes in C++ without releasing Python to the training.
         with replacing(path, previous=previous, make_folder=make_folder) as partial, partial.open("wb") as file:
@@ -67,10 +67,10 @@ def save_checkpoint(
     except (OSError, RuntimeError) as fault:
         # On a full disk torch's writer hides the system's error behind one about the position in the file.
         reason = fault.__context__ if isinstance(fault.__context__, OSError) else fault
-        kept = "the one written before is still there" if path.exists() else "no earlier one exists"
+        kept = "the previous one is still there" if path.exists() else "no earlier one exists"
         raise CheckpointError(
-            f"checkpoint {path} could not be written ({reason}); {kept}. Free space or choose another output folder, "
-            "then continue with --resume"
+            f"checkpoint {path} could not be written ({reason}); {kept}. Free space, or move the run folder to another "
+            "disk (--output), then continue with --resume"
         ) from fault
     return path
 
@@ -81,21 +81,21 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Tra
     Raises
     ------
     CheckpointError
-        If the file is absent, damaged, of another format or incomplete, or holds anything but tensors and plain values.
+        If the file is absent, damaged, incomplete, of another format, or contains more than tensors and plain values.
     """
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}; train first, or name another run folder")
     if not path.is_file():
-        raise CheckpointError(f"{path} is not a file and hence not a checkpoint; remove it, or name another run folder")
+        raise CheckpointError(f"{path} is not a file, so it is not a checkpoint; remove it, or name another run folder")
     state = parse_checkpoint(read_torch_file(path, device), path)
     if state is None:
-        raise CheckpointError(f"{path} holds no volseg checkpoint; expected the keys that `volseg train` writes")
+        raise CheckpointError(f"{path} is not a volseg checkpoint: it lacks the keys that `volseg train` writes")
     return state
 
 
 def parse_checkpoint(content: Any, path: Path) -> TrainingState | None:
-    """Return the training's state in a file's content; None if it holds none.
+    """Return the training's state in a file's content; None if it has none.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def parse_checkpoint(content: Any, path: Path) -> TrainingState | None:
     layout = content.get("format") if isinstance(content, Mapping) else None
     if isinstance(layout, int):
         if layout != FORMAT:
-            raise CheckpointError(f"{path} has format {layout}, this volseg reads {FORMAT}: update volseg")
+            raise CheckpointError(f"{path} has format {layout}, not {FORMAT}; use the volseg that wrote it")
     elif not (isinstance(content, Mapping) and isinstance(content.get("model"), Mapping) and "average" in content):
         return None  # neither a file of `save_checkpoint` nor a result of `Training.state_dict`
     return TrainingState.from_checkpoint(content, path)
@@ -114,7 +114,7 @@ def parse_checkpoint(content: Any, path: Path) -> TrainingState | None:
 # Restore a saved state part by part, including all random generators; errors name the part that does not fit.
 
 
-NOT_WHOLE = "the checkpoint is not whole"
+NOT_WHOLE = "the checkpoint is incomplete"
 
 
 class Average(Protocol):
@@ -146,7 +146,7 @@ def restore(
     _require_whole(state, optimizer)
     with _naming("average"):
         if (state.average is None) != (average is None):
-            raise ValueError("one of the two has an average of the weights (training.ema), the other has none")
+            raise ValueError("only one of checkpoint and training has averaged weights (training.ema)")
         if average and state.average:
             average.load_state_dict(state.average)
     with _naming("scaler"):
@@ -162,7 +162,7 @@ def _naming(part: str) -> Iterator[None]:
         yield
     except Exception as fault:  # networks, optimizers and generators raise different types
         reason = str(fault) if isinstance(fault, ValueError | RuntimeError) else f"{type(fault).__name__}: {fault}"
-        raise CheckpointError(f"the checkpoint is not of this network and optimizer: {part}: {reason}") from fault
+        raise CheckpointError(f"the checkpoint does not fit this network and optimizer: {part}: {reason}") from fault
 
 
 def _lay_out_like_parameters(optimizer: Optimizer) -> None:
@@ -180,7 +180,7 @@ def _lay_out_like_parameters(optimizer: Optimizer) -> None:
 
 
 def _require_whole(state: TrainingState, optimizer: Optimizer) -> None:
-    """Raise if parts of a state do not belong together, or an optimizer's tensors are missing."""
+    """Raise if parts of a state are inconsistent, or an optimizer's tensors are missing."""
     for part, batches in (("losses", state.losses), ("cases", state.cases)):
         if len(batches) != state.position:
             raise CheckpointError(f"{NOT_WHOLE}: {part}: {len(batches)} batches, but position is {state.position}")
@@ -193,8 +193,8 @@ def _require_whole(state: TrainingState, optimizer: Optimizer) -> None:
         for parameter in saved["params"] if not entries else [one for one in saved["params"] if one in entries]:
             if lost := sorted(wanted - {*entries.get(parameter, ())}):
                 raise CheckpointError(
-                    f"{NOT_WHOLE}: optimizer: after {state.steps_done} steps it lacks the {lost[0]} that "
-                    f"{type(optimizer).__name__} keeps of parameter {parameter}"
+                    f"{NOT_WHOLE}: optimizer: after {state.steps_done} steps parameter "
+                    f"{parameter} lacks the {lost[0]} that {type(optimizer).__name__} stores"
                 )
 
 
@@ -264,7 +264,7 @@ def _find_seeds(network: nn.Module | None) -> CommonSeeds | None:
 # Save a training's state in the background: copy it to host memory between two steps, and write it in a thread.
 #
 # The host waits for the copies: at 25 GB/s half a GB takes 20 ms. They would not overlap with the next step on a
-# separate stream either: that step overwrites the state, and a second copy on the device would need memory that a
+# separate stream: that step overwrites the state, and a second copy on the device would need memory that a
 # training may not have.
 #
 # The thread makes no CUDA call, not even to free memory: such a call may invalidate a graph capture in progress. So the
@@ -278,7 +278,7 @@ Buffers = dict[tuple[Any, ...], Tensor]
 def copy_to_host(state: TrainingState, buffers: Buffers) -> TrainingState:
     """Return a copy of a state in host memory, pinned for copies from a GPU.
 
-    ``buffers`` are overwritten where they fit; new ones are added.
+    ``buffers`` of the right size are overwritten; others are added.
     """
     gpus: set[torch.device] = set()
     parts = {part.name: getattr(state, part.name) for part in fields(state)}
@@ -311,12 +311,12 @@ def _copied(value: Any, place: tuple[Any, ...], buffers: Buffers, gpus: set[torc
 
 
 class BackgroundWriter:
-    """Copy states and write them in a thread, one at a time, while the training goes on.
+    """Copy states and write them in a thread, one at a time, while the training continues.
 
     Parameters
     ----------
     write : callable
-        Takes a name and a state, and runs in the thread. `poll` and `finish` raise its errors.
+        Function of a name and a state that runs in the thread. `poll` and `finish` raise its errors.
     """
 
     def __init__(self, write: Callable[[str, TrainingState], object]) -> None:

@@ -3,29 +3,29 @@
 ::
 
     runs/task04_unet/
-        config.yaml              every value, defaults too; runs again
-        planned.yaml             the plan, with reasons, of a run that was given a data set and no config
+        config.yaml              every value, including defaults; can be trained again
+        planned.yaml             the plan with its reasons, if the run was started from a data set
         environment.json         versions, GPUs, driver, git commit
         task.json                name, channels and labels of the task
-        network.json             spacing and network as they were planned
+        network.json             planned spacing and network
         split.json               the cases of this run, in nnU-Net's form
-        cases.json               a fingerprint of each case, null of those that were bad
+        cases.json               a fingerprint of each case, null for bad cases
         components.json          the source of each component that is not built in; components/ keeps copies of files
-        start.json               what was taken of the weights that training.start_from names
-        memory.json              what the first steps took of each GPU, and what was forecast
-        kernels.json             times of kernels, and which are taken (training.kernels: measured)
-        replanned.json           how the run goes on after a step was out of memory (parallel.on_oom: replan)
+        start.json               weights that were loaded from training.start_from
+        memory.json              memory used by the first steps on each GPU, and the estimate
+        kernels.json             times of kernels, and the chosen ones (training.kernels: measured)
+        replanned.json           how the run continues after a step ran out of memory (parallel.on_oom: replan)
         checkpoints/             latest.pt, previous.pt (the latest one before it), best.pt
         history.jsonl            the numbers of each epoch, a line for each
-        status.json              how far the training is, rewritten every few seconds
-        times.json               what the time went by with, process by process
+        status.json              progress of the training, rewritten every few seconds
+        times.json               where the time went, process by process
         tensorboard/
         validation/              summary.json, predictions of the validation cases
-        postprocessing.json      what `volseg postprocess` found to help
+        postprocessing.json      steps that `volseg postprocess` chose
         validation/overlays/     pictures of the cases with the lowest and the highest Dice
-        told.json                cases left out, remarks, published results, for the report
-        report.html, report.md   what the training came to, on one page and in short
-        in_use.json              who trains here, while somebody does
+        told.json                for the report: cases left out, remarks, published results
+        report.html, report.md   result of the training: a page, and a summary
+        in_use.json              lock: which process trains here
 """
 
 import json
@@ -112,22 +112,22 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether the folder holds a run."""
+        """Whether the folder contains a run."""
         return self.config_file.exists()
 
     def require_free(self) -> None:
-        """Raise if the folder already holds a run, or cannot be written to.
+        """Raise if the folder already contains a run, or cannot be written to.
 
         Raises
         ------
         ConfigError
             The message lists the alternatives.
         """
-        require_text(self.path.absolute(), "the folder of a run")
+        require_text(self.path.absolute(), "the path of a run folder")
         if self.exists:
             self._require_own_config()
             raise ConfigError(
-                f"{self.path} holds a run already; continue it with --resume, or choose another folder by --output"
+                f"{self.path} already contains a run; continue it with --resume, or choose another folder with --output"
             )
         require_writable(self.path)
 
@@ -135,7 +135,7 @@ class RunFolder:
         if self.exists and not all((self.path / name).exists() for name in DESCRIPTION):
             raise ConfigError(
                 f"{self.config_file} would be replaced, but no training wrote it ({' or '.join(DESCRIPTION)} is "
-                "missing); choose another folder by --output, or remove it if it is not needed"
+                "missing); choose another folder with --output, or remove the file if you do not need it"
             )
 
     @property
@@ -154,7 +154,7 @@ class RunFolder:
         if self.has_checkpoint:
             return True
         self._require_own_config()
-        logger.info("%s holds no checkpoint; the training begins at its first epoch", self.path)
+        logger.info("%s contains no checkpoint; the training starts at the first epoch", self.path)
         self.config_file.unlink(missing_ok=True)
         return False
 
@@ -187,11 +187,11 @@ class RunFolder:
         return self.read_task()[0]
 
     def read_task(self) -> tuple[Task, Mapping[str, Any]]:
-        """Return the run's task, and everything that ``task.json`` holds."""
+        """Return the run's task, and the whole content of ``task.json``."""
         file, config = self.task_file, self.config()
         described = read_json(file)
         if not isinstance(described, dict) or not isinstance(described.get("name"), str):
-            raise DataError(f"{file} should hold the name, modalities and labels of a task; restore it from a copy")
+            raise DataError(f"{file} should contain a task's name, modalities and labels; restore it from a backup")
         labels = read_regions(described, file)
         task = Task(
             name=described["name"],

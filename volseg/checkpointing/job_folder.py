@@ -38,13 +38,13 @@ SECONDS_TO_SEE = 30.0
 
 
 class JobFolder:
-    """The run folder of a job. The leader locks an existing folder at once, otherwise before it writes.
+    """Run folder of a job. The leader locks an existing folder at once, and a new one before it writes.
 
     Parameters
     ----------
     config : ExperimentConfig
     held : ExitStack
-        Holds the lock of the folder; closed when the training ends in any way.
+        Context of the folder's lock; closes when the training ends in any way.
     leads : bool, optional
         Whether this process writes the folder; by default only process 0.
 
@@ -69,7 +69,7 @@ class JobFolder:
             self.folder.remove_partials()
 
     def keep_mesh(self, config: ExperimentConfig) -> None:
-        """Store the mesh that the processes have chosen in the config of a deterministic run, which must keep it."""
+        """Store the mesh that the processes chose in the config of a deterministic run, which must keep it."""
         if config.training.deterministic:
             self.config = self.config.model_copy(update={"parallel": config.parallel})
 
@@ -110,7 +110,7 @@ class JobFolder:
         """Update the description of a resumed run; remove summaries of weights that will be replaced."""
         if not self.leads:
             return
-        if not finished:  # first: a report beside a config means that this config is trained
+        if not finished:  # first: a report next to a config means that this config is trained
             self.folder.forget_validation()
         for name, content in files.items():
             self.folder.write_json(name, content)
@@ -157,8 +157,8 @@ class JobFolder:
         (holder,) = gather_over_processes([lock.read_text(encoding="utf-8")] if self.leads else [])
         if blind := gather_over_processes([] if _sees(lock, holder) else [socket.gethostname()]):
             raise ConfigError(
-                f"{', '.join(blind)} does not see the run folder {self.folder.path.absolute()}, which process 0 "
-                "writes; choose one by --output on a file system that all machines of the job share"
+                f"{', '.join(blind)} cannot see the run folder {self.folder.path.absolute()}, which process 0 "
+                "writes; choose one with --output on a file system that all machines of the job share"
             )
 
 
@@ -216,15 +216,15 @@ def _release(descriptor: int, path: Path) -> None:
         path.unlink()  # while the lock is still held
     os.close(descriptor)
     if is_own:
-        with suppress(OSError):  # it holds files, is a symbolic link, or a disk is mounted there
+        with suppress(OSError):  # it contains files, is a symbolic link, or a disk is mounted there
             path.parent.rmdir()
 
 
 def _require_own(descriptor: int, path: Path) -> None:
     if not _is_at(descriptor, path):
         raise CheckpointError(
-            f"{path} was removed or replaced while this training ran, perhaps by another training; this one writes "
-            "nothing more to it. If the folder still holds this run, continue with --resume, otherwise start again"
+            f"{path} was removed or replaced while this training ran, perhaps by another training; this one "
+            "stops writing to it. If the folder still contains this run, continue with --resume; otherwise start again"
         )
 
 
@@ -245,11 +245,11 @@ def _locked(path: Path) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise ConfigError(
-                f"{path.parent} is in use by {_holder(path)}; wait for its end, or choose another folder by --output"
+                f"{path.parent} is in use by {_holder(path)}; wait until it ends, or choose another --output"
             ) from None
         except OSError as fault:
-            logger.info("%s cannot be locked (%s); start no second training in it", path.parent, fault)
-        # The last holder may have removed the file before the lock was taken; another process may hold a new file.
+            logger.info("%s cannot be locked (%s); do not start another training in it", path.parent, fault)
+        # The last holder may have removed the file before the lock was taken; another process may lock a new file.
         if _is_at(descriptor, path):
             return descriptor
         os.close(descriptor)

@@ -64,7 +64,7 @@ Tensors = dict[str, InstanceOf[Tensor]]
 def _require_average(value: Any) -> Any:
     is_whole = isinstance(value, dict) and isinstance(value.get("average"), dict) and type(value.get("updates")) is int
     if value is not None and not is_whole:
-        raise ValueError("needed: average, tensors by name, and updates, a count")
+        raise ValueError("expected the keys average (tensors by name) and updates (a count)")
     return value
 
 
@@ -100,7 +100,7 @@ class TrainingState:
     history: tuple[EpochRecord, ...] = field(metadata={"holds": "numbers of each completed epoch"})
     best: EpochRecord | None = field(metadata={"holds": "numbers of the best epoch"})
     metadata: dict[str, Any] = field(
-        default_factory=dict, metadata={"holds": "plain values of the writer; `volseg train` keeps the config here"}
+        default_factory=dict, metadata={"holds": "plain values from the writer; `volseg train` stores the config here"}
     )
 
     @property
@@ -147,8 +147,8 @@ class TrainingState:
         if content.keys() != names:
             missing, surplus = sorted(names - content.keys()), sorted(map(str, content.keys() - names))
             raise CheckpointError(
-                f"{source} holds no training state of format {FORMAT}: it lacks {missing or 'nothing'} and has "
-                f"{surplus or 'nothing'} besides; name a checkpoint that `volseg train` wrote, or update volseg"
+                f"{source} is not a training state of format {FORMAT}: missing keys {missing or 'none'}, unknown keys "
+                f"{surplus or 'none'}; name a checkpoint that `volseg train` wrote, or update volseg"
             )
         for name, kind in _list_kinds():
             try:
@@ -157,7 +157,7 @@ class TrainingState:
                 error = fault.errors(include_url=False)[0]
                 place = ".".join(map(str, (name, *error["loc"][1:])))
                 raise CheckpointError(
-                    f"{source} holds a training state with values that are none: {place}: {error['msg']}, got "
+                    f"{source} has an invalid training state: {place}: {error['msg']}, got "
                     f"{type(error['input']).__name__}"
                 ) from None
         return cls(**{**content, "metadata": {**content["metadata"], **added}})
@@ -166,6 +166,6 @@ class TrainingState:
 @cache
 def _list_kinds() -> list[tuple[str, TypeAdapter[Any]]]:
     """Return the type of each part of a checkpoint."""
-    # In a tuple: pydantic refuses settings for a dataclass itself, which inherits those of the type around it.
+    # In a tuple: pydantic refuses a config for a dataclass, but the dataclass inherits the config of the tuple.
     hints = get_type_hints(TrainingState, include_extras=True)
     return [(name, TypeAdapter(tuple[hints[name]], config=KNOWN_ONLY)) for name in hints]  # type: ignore[valid-type,name-defined]

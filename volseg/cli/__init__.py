@@ -1,4 +1,4 @@
-"""Run the command line: each verb is a few lines on top of `volseg.experiment`, in a module by subject."""
+"""Run the command line: each verb is a thin layer over `volseg.experiment`, in a module by subject."""
 
 from volseg.cli.running import app, main, run_to_end
 

@@ -31,7 +31,7 @@ def list_cache(folder: CacheFolder = "auto") -> None:
 @verb(cache_app, None, "volseg data cache clear --unused 30", name="clear")
 def clear_cache(
     folder: CacheFolder = "auto",
-    unused: Annotated[float, Option(min=0, metavar="DAYS", help="Only cases that were not used for so many days.")] = 0,
+    unused: Annotated[float, Option(min=0, metavar="DAYS", help="Only cases unused for this many days.")] = 0,
 ) -> None:
     """Remove prepared cases. A running training keeps the cases that it has opened."""
     from volseg.data.case_store.cache_folder import get_cache_folder, remove_entries  # imports torch: not for --help
@@ -51,7 +51,7 @@ def verify_cache(folder: CacheFolder = "auto") -> None:
     damaged = [fault for _, fault in found if fault is not None]
     for fault in damaged:
         show(f"removed: {fault}")
-    show(f"{len(found) - len(damaged)} of {len(found)} case(s) are as they were written")
+    show(f"{len(found) - len(damaged)} of {len(found)} case(s) are intact")
     if damaged:
         raise typer.Exit(1)
 
@@ -75,7 +75,7 @@ def info(
     name: Annotated[str, Argument(metavar="TASK|FOLDER", help="A public task, a folder, or a table (CSV).")],
     components: Components = None,
 ) -> None:
-    """Describe a data set: cases, channels, labels, sizes and spacings. Every image is read."""
+    """Describe a data set: cases, channels, labels, sizes and spacings. Reads every image."""
     if not Path(name).exists() and Path(name).name == name:
         from volseg.config.catalogue import describe_public_task, get_public_task  # imports pydantic: not for --help
 
@@ -86,8 +86,8 @@ def info(
 
 
 def _describe_data(root: Path) -> str:
-    """Return a description of a data set; of several images of a case the first is read, since they share one grid."""
-    # What follows imports torch: not for --help.
+    """Return a description of a data set; read only the first image of each case, as a case has one grid."""
+    # These modules import torch: not for --help.
     import numpy as np
 
     from volseg.config.catalogue import format_numbered  # pydantic
@@ -129,8 +129,8 @@ def _describe_data(root: Path) -> str:
         ("labels", format_numbered(task.labels.items())),
         ("regions", regions),
         ("ignored", "" if task.ignore is None else str(task.ignore)),
-        ("partly", f"{partly} case(s) were looked through for some labels only" if partly else ""),
-        ("folds", f"{len(task.splits)}, of the data set's own" if task.splits else ""),
+        ("partly", f"{partly} case(s) are annotated for some labels only" if partly else ""),
+        ("folds", f"{len(task.splits)}, defined by the data set" if task.splits else ""),
         (
             "patients",
             f"{patients.num_patients} (split.group: {patients.group})" if patients and patients.evident else "",
@@ -144,7 +144,7 @@ def _describe_data(root: Path) -> str:
 @verb(data_app, None, "volseg data fetch Task04_Hippocampus --output data")
 def fetch(
     name: Annotated[str, Argument(metavar="TASK", help="One of `volseg data list`, such as Task04 or spleen.")],
-    output: Annotated[Path, Output(help="Folder in which to put the task's folder.")] = Path(),
+    output: Annotated[Path, Output(help="Folder in which to create the task's folder.")] = Path(),
     url: Annotated[str | None, Option(help="Mirror with the same archive.")] = None,
 ) -> None:
     """Fetch a public task. An interrupted download continues."""
@@ -163,7 +163,7 @@ def fetch(
 def make(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="New or empty folder.")],
     like: Annotated[
-        str | None, Option(metavar="TASK", help="Decathlon task whose channels, labels, units and grids to imitate.")
+        str | None, Option(metavar="TASK", help="Decathlon task to imitate: channels, labels, units and grids.")
     ] = None,
     cases: Annotated[int, Option(help="Number of cases with labels.")] = 24,
     tests: Annotated[int, Option(help="Number of cases without labels.")] = 4,
@@ -180,7 +180,7 @@ def make(
     if like is not None:
         show(make_mock_task(folder, like, num_cases=cases, num_test=tests, seed=seed, scale=scale))
     elif scale is not None:
-        raise DataError("--scale is a fraction of a task's sides; name the task by --like, such as Task09_Spleen")
+        raise DataError("--scale is a fraction of a task's sides; name the task, such as --like Task09_Spleen")
     else:
         show(make_task(folder, num_cases=cases, num_test=tests, seed=seed))
 
@@ -191,18 +191,18 @@ def check(
     output: Annotated[Path | None, Output(metavar="FILE", help="Write the findings as JSON.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the findings as JSON.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
-    strict: Annotated[bool, Option("--strict", help="Exit status 1 for remarks too.")] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit with status 1 for remarks too.")] = False,
     split: Annotated[
-        Path | None, Option(help="Split file to check for images and patients on both sides; default the five folds.")
+        Path | None, Option(help="Split file to check for images and patients on both sides; default: the five folds.")
     ] = None,
     group: Annotated[
-        str | None, Option(metavar="PATTERN|COLUMN", help="Patients, as for split.group; or none.")
+        str | None, Option(metavar="PATTERN|COLUMN", help="How to find patients, as for split.group; or none.")
     ] = None,
     fix: Annotated[Path | None, Option(metavar="DIR", help="Write a corrected copy without bad cases.")] = None,
     keep_bad: Annotated[bool, Option("--keep-bad", help="With --fix: copy bad cases as they are.")] = False,
     components: Components = None,
 ) -> None:
-    """Check every file of a data set: what is wrong, what is unusual, how to fix it.
+    """Check every file of a data set; report errors, unusual values, and how to fix them.
 
     Exit status 1 if a case cannot be used.
     """

@@ -1,6 +1,6 @@
 """Define options and arguments that verbs share, without importing torch.
 
-typer completes verbs and options in a shell, the shell completes files.
+typer completes verbs and options in a shell; the shell completes file names.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def check_exists(remedy: str) -> Callable[[Any], Any]:
     return check
 
 
-DATA_SET = check_exists("name the TaskNN_Name folder of an MSD task, or another data set's")
+DATA_SET = check_exists("name the TaskNN_Name folder of an MSD task, or the folder of another data set")
 
 
 class _PlainFlags:
@@ -88,7 +88,7 @@ Classes = Annotated[int | None, Option(min=2, help="Number of classes with the b
 def require_data(root: Path) -> None:
     """Refuse a data set that does not exist, before torch is imported.
 
-    A rank of a job leaves this to the ranks together: only some of its machines may see the folder.
+    The ranks of a job check it together later: only some of its machines may see the folder.
     """
     if read_launch() is None:
         DATA_SET(root)
@@ -111,8 +111,8 @@ Source = Annotated[
     Path,
     source_argument(
         "SOURCE",
-        "Run folder, cross-validation (its finished folds together), file of `volseg export`, or model folder or "
-        "checkpoint of nnU-Net 2; or one fold of these.",
+        "Run folder, cross-validation (an ensemble of its finished folds), file of `volseg export`, or model folder "
+        "or checkpoint of nnU-Net 2; or one fold of these.",
         "name a run folder of volseg train, the folder of a cross-validation, a file of volseg export, a model "
         "folder of nnU-Net 2, or a file of weights",
     ),
@@ -150,12 +150,11 @@ Components = Annotated[
         "--components",
         metavar="FILE",
         callback=_load_components,
-        help="Python file with your own components; it runs first.",
+        help="Python file that defines your own components; it runs first.",
     ),
 ]
 Checkpoint = Annotated[
-    str,
-    Option(help="latest (the end of the training), best (on the validation cases) or previous (the latest before it)."),
+    str, Option(help="latest, best (highest score on the validation cases) or previous (the one before latest).")
 ]
 
 

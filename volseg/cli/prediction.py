@@ -1,6 +1,6 @@
 """Define the verbs that use networks, label maps and runs.
 
-Of networks and label maps: predict, postprocess, validate, evaluate, compare. Of a run: report, view, status, export.
+Networks and label maps: predict, postprocess, validate, evaluate, compare. Runs: report, view, status, export.
 """
 
 import json
@@ -55,8 +55,11 @@ def predict(
     skip_existing: Annotated[bool, Option("--skip-existing", help="Keep all existing label maps.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace existing label maps.")] = False,
     strict: Annotated[bool, Option("--strict", help="Read all images first; stop at the first failure.")] = False,
-    gpus: Annotated[int | None, Option(min=1, metavar="N", help="Number of GPUs; few cases are cut over all.")] = None,
-    postprocessing: Annotated[bool, Option(help="Apply what `volseg postprocess SOURCE` found to help.")] = True,
+    gpus: Annotated[
+        int | None,
+        Option(min=1, metavar="N", help="Number of GPUs; if there are fewer cases, each is cut over all GPUs."),
+    ] = None,
+    postprocessing: Annotated[bool, Option(help="Apply the steps that `volseg postprocess SOURCE` chose.")] = True,
     probabilities: Annotated[bool, Option("--probabilities", help="Also write DIR/probabilities.")] = False,
     uncertainty: Annotated[
         bool, Option("--uncertainty", help="Also write the probabilities' entropy (0 to 1) to DIR/uncertainty.")
@@ -64,13 +67,13 @@ def predict(
     label_format: Annotated[
         str, Option("--format", help="nifti; for DICOM images also dicom-seg or dicom-rtstruct.")
     ] = "nifti",
-    colour_tables: Annotated[bool, Option("--colour-tables", help="Also for ITK-SNAP and 3D Slicer.")] = False,
+    colour_tables: Annotated[bool, Option("--colour-tables", help="Write them for ITK-SNAP and 3D Slicer.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result of each case as JSON.")] = False,
     components: Components = None,
 ) -> None:
     """Write a label map for each image, as NIfTI on the image's grid.
 
-    A case that fails is named, and the others continue. Exit status 1 if one failed.
+    If a case fails, the error names it and the others continue. Exit status 1 if a case failed.
     """
     predicted = experiment.predict(
         [source, *(others or ())],
@@ -109,9 +112,11 @@ def postprocess(
     overwrite: Annotated[bool, Option("--overwrite", help="With --apply: replace existing results.")] = False,
     components: Components = None,
 ) -> None:
-    """Try largest components and hole filling on the validation cases; keep what helps."""
+    """Try largest components and hole filling on the validation cases; keep the steps that help."""
     if (apply is None) != (output is None):
-        raise typer.BadParameter("--apply names the label maps and --output where they go; give both or neither")
+        raise typer.BadParameter(
+            "--apply names the label maps, and --output the folder for the results; use both or neither"
+        )
     if apply is None or output is None or not experiment.RunFolder(source).postprocessing_file.exists():
         measured = experiment.determine_postprocessing(source)
         show("\n".join(measured.lines()))
@@ -126,7 +131,7 @@ def validate(
     run: MadeFolder,
     checkpoint: Checkpoint = "latest",
     settings: Settings = None,
-    output: Annotated[Path | None, Output(help="Folder of the results; default in RUN.")] = None,
+    output: Annotated[Path | None, Output(help="Folder for the results; default in RUN.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing validation.")] = False,
     components: Components = None,
 ) -> None:
@@ -147,15 +152,15 @@ def evaluate(
     labels: Annotated[
         Path, Option(metavar="DIR|TABLE", help="References: folder, data set or table.", callback=LABEL_MAPS)
     ],
-    names: Annotated[str | None, Option(help="A dataset.json, or 1=liver,2=tumour; default from the files.")] = None,
+    names: Annotated[str | None, Option(help="dataset.json, or 1=liver,2=tumour; default: from the files.")] = None,
     metrics: Annotated[list[str] | None, Option(help="Metric to show: dice, nsd, hd95, assd ...; repeatable.")] = None,
     tolerance: Annotated[float | None, Option(min=0, metavar="MM", help="For NSD; default the public task's.")] = None,
     lesions: Annotated[
         list[str] | None, Option(metavar="LABEL", help="Count this label's lesions; repeatable.")
     ] = None,
-    allow_missing: Annotated[bool, Option("--allow-missing", help="Leave out cases without prediction.")] = False,
-    output: Annotated[Path | None, Output(metavar="DIR", help="Default the folder of predictions.")] = None,
-    as_json: Annotated[bool, Option("--json", help="Print summary.json in place of the table.")] = False,
+    allow_missing: Annotated[bool, Option("--allow-missing", help="Leave out cases without a prediction.")] = False,
+    output: Annotated[Path | None, Output(metavar="DIR", help="Default: folder of the predictions.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print summary.json instead of the table.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
     """Score label maps per case and label. Exit status 1 if a case could not be scored."""
@@ -207,7 +212,7 @@ def report(
 ) -> None:
     """Write the report of a run as one HTML page, also while the run trains or after it failed.
 
-    The page loads nothing else, so it can be sent and opened anywhere.
+    The page is self-contained: it can be sent and opened anywhere.
     """
     from volseg.files import require_new  # imports no torch, but more than --help needs
     from volseg.reporting import write_report
@@ -232,21 +237,21 @@ def view(
         Argument(
             metavar="LABELS",
             callback=check_exists("name a label map, or a folder with one for each case"),
-            help="Label maps to show beside each other: files, or folders with CASE.nii.gz.",
+            help="Label maps to show side by side: files, or folders with CASE.nii.gz.",
         ),
     ] = None,
     cases: Annotated[list[str] | None, Option("--case", metavar="ID", help="Only this case; repeatable.")] = None,
     channel: Annotated[
-        int | None, Option(min=0, metavar="N", help="Default logging.channel of the run, else 0.")
+        int | None, Option(min=0, metavar="N", help="Channel to show; default: logging.channel of the run, else 0.")
     ] = None,
     settings: Settings = None,
     output: Annotated[Path | None, Output(metavar="FILE", help="Page to write; default in RUN or predictions.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace FILE if it exists.")] = False,
     no_open: Annotated[bool, Option("--no-open", help="Only write the page.")] = False,
 ) -> None:
-    """Show slices with label maps in a browser: one HTML page with the volumes in it, which loads nothing else.
+    """Show slices with label maps in a browser, on one self-contained HTML page.
 
-    A run's page has the prediction beside the reference. Large volumes are thinned, and the page states the spacing.
+    The page of a run shows predictions next to references. Large volumes are subsampled; the page states the spacing.
     """
     page = experiment.view(
         source,
@@ -264,7 +269,7 @@ def view(
 
 
 STALE, NO_RUN = 1, 2
-"""Exit statuses, besides 0 for success."""
+"""Exit statuses in addition to 0 for success."""
 
 
 @verb(prediction_app, "Evaluate", "volseg status runs/task04_unet --max-age 10m")
@@ -272,13 +277,14 @@ def status(
     run: Annotated[Path, Argument(metavar="RUN|CV", help="Folder of a training or a cross-validation.")],
     as_json: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
     max_age: Annotated[
-        str | None, Option(metavar="AGE", help="Exit status 1 for a failure, and for a last heartbeat older than 10m.")
+        str | None,
+        Option(metavar="AGE", help="Exit status 1 after a failure, or if the last heartbeat is older than AGE (10m)."),
     ] = None,
 ) -> None:
     """Show the state, epoch, score, remaining time and last heartbeat of a training.
 
-    From any machine that sees the folder. Exit status 0; with --max-age 1 if it hangs or has failed; 2 if there is no
-    run.
+    Works on any machine that sees the folder. Exit status 0; with --max-age 1 if the training hangs or has failed; 2 if
+    there is no run.
     """
     from volseg.monitoring.run_files import list_run_folders, look_at, parse_age  # imports pydantic: not for --help
 
@@ -291,7 +297,7 @@ def status(
     if as_json:
         show(json.dumps({"runs": [look.as_json() for look in looks], "faults": [*faults.values()]}, indent=2))
     else:
-        show("\n".join(line for look in looks for line in look.lines()) or f"{run} holds no run{suggest_path(run)}")
+        show("\n".join(line for look in looks for line in look.lines()) or f"{run} contains no run{suggest_path(run)}")
         for folder, fault in faults.items():
             show(f"volseg: {folder}: {fault}", err=True)
     if not looks or faults:
@@ -301,7 +307,7 @@ def status(
 @verb(prediction_app, "Use", "volseg export runs/task04_unet -o model.zip --licence CC-BY-4.0")
 def export(
     source: Source,
-    output: Annotated[Path, Output(metavar="FILE", help="File, such as model.zip; for a bundle a new folder.")],
+    output: Annotated[Path, Output(metavar="FILE", help="File, such as model.zip; a new folder for monai-bundle.")],
     to: Annotated[
         str, Option("--to", metavar="FORMAT", help="archive (for volseg predict), torchscript, onnx or monai-bundle.")
     ] = "archive",
@@ -312,7 +318,7 @@ def export(
 ) -> None:
     """Write a trained network as one file: a volseg archive, TorchScript, ONNX or a MONAI bundle.
 
-    An archive needs the folder of a training or a cross-validation. The other formats are run and compared with the
-    network before they are kept.
+    An archive needs the folder of a training or a cross-validation. A file of another format is kept only if its output
+    agrees with the network's.
     """
     show(experiment.export(source, output, to=to, checkpoint=checkpoint, licence=licence, overwrite=overwrite))

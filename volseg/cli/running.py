@@ -1,7 +1,7 @@
-"""Run the command line in this process: signals, last message and exit status.
+"""Run the command line in this process; handle signals, the last message and the exit status.
 
-Errors that volseg raises on purpose, and refusals of the system (a full disk), are printed as one message without a
-traceback; the exit status is 1. Ctrl-C ends with 130, SIGTERM with 143, SIGHUP with 129 (`volseg.signals`).
+Errors that volseg raises on purpose, and system errors (a full disk), are printed as one message without a traceback;
+the exit status is 1. Ctrl-C ends with 130, SIGTERM with 143, SIGHUP with 129 (`volseg.signals`).
 """
 
 import logging
@@ -50,7 +50,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, Option("--version", callback=_show_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[bool, Option("--version", callback=_show_version, is_eager=True, help="Print version.")] = False,
     json_logs: JsonLogs = False,
     quiet: Quiet = False,
 ) -> None:
@@ -65,17 +65,17 @@ FOREIGN = (
     # MONAI imports torch.cuda.amp, whose names moved to torch.amp.
     (r"`torch\.cuda\.amp\.\w+\(args\.\.\.\)` is deprecated", r"monai\."),
 )
-"""Hidden FutureWarnings by message and module: each is between two libraries, with its reason above."""
+"""Hidden FutureWarnings by message and module: each is between two libraries; the comment above states its reason."""
 
 WRONG_COMMAND: type[Exception] = typer.BadParameter.__mro__[1]
-"""Click's ``UsageError``, wherever the installed typer has it."""
+"""Click's ``UsageError``, from the module that the installed typer uses."""
 
 
 def run_to_end() -> NoReturn:
     """Run the command line, then end this process.
 
-    The interpreter's teardown is skipped: it takes a second or more, while the parent process waits, and frees nothing
-    that the system does not. It runs if an exit handler was registered earlier, by a profiler or a coverage
+    The interpreter's teardown is skipped: it takes a second or more, while the parent process waits, and the system
+    frees everything anyway. It runs if an exit handler was registered earlier, by a profiler or a coverage
     measurement.
     """
     if is_exit_others():
@@ -115,7 +115,7 @@ def main() -> None:
     except OSError as fault:  # a full disk, or a folder that is not writable
         _say(f"volseg: {_describe_refusal(fault)}", typer.colors.RED)
         sys.exit(1)
-    except SystemExit as end:  # typer turns Ctrl-C into this one
+    except SystemExit as end:  # typer turns Ctrl-C into SystemExit
         if end.code in INTERRUPTED:
             _say(f"volseg: interrupted; {describe_resume()}")
         raise
@@ -124,7 +124,7 @@ def main() -> None:
 def _run_verb() -> None:
     """Run the verb; with JSON logs, errors of the command line are JSON too."""
     for argument in sys.argv[1:]:
-        require_text(argument, "a word of the command line")
+        require_text(argument, "a command-line argument")
     if not are_logs_json():
         app()
         return
@@ -167,7 +167,7 @@ def _run_launched(launch: Launch) -> NoReturn:
         from volseg.parallel.processes.first_error import end_after  # imports torch: not for --help
         from volseg.parallel.processes.group import get_supervision
 
-        # A refusal of the system needs no traceback.
+        # An error of the operating system needs no traceback.
         said = VolsegError(_describe_refusal(fault)) if isinstance(fault, OSError) else fault
         end_after(said, get_supervision())
     if "torch" in sys.modules:

@@ -23,10 +23,10 @@ def verify(
     config: ConfigFile,
     overrides: Overrides = None,
     devices: Annotated[int, Option(min=2, help="Number of shards or stages; simulated if there are fewer GPUs.")] = 4,
-    shape: Annotated[tuple[int, int, int] | None, Option(metavar="D H W", help="In voxels; default small.")] = None,
+    shape: Annotated[tuple[int, int, int] | None, Option(metavar="D H W", help="In voxels; default: small.")] = None,
     network: Annotated[
         str | None,
-        Option(metavar="NAME", help="Another network than the config's; parameters by --set network.KEY=VALUE."),
+        Option(metavar="NAME", help="Replaces the config's network; set its parameters with --set network.KEY=VALUE."),
     ] = None,
     strategy: Annotated[str | None, Option(help="spatial or pipeline; default the config's, else spatial.")] = None,
     as_json: Annotated[bool, Option("--json", help="Print each comparison as JSON.")] = False,
@@ -34,7 +34,7 @@ def verify(
 ) -> None:
     """Compare a network on several devices with the same network on one, in all modes.
 
-    Outputs, gradients, buffers, and parameters after one and two steps, in float64; exit status 1 if any differ.
+    Compares outputs, gradients, buffers, and parameters after one and two float64 steps. Exit status 1 if any differ.
     """
     named = [f"network={json.dumps({'name': network})}"] if network else []  # a JSON text is a YAML text
     loaded = experiment.load_config(config, [*named, *(overrides or ())])
@@ -55,7 +55,7 @@ def quickstart(
 
 @verb(start_app, "Start", "volseg components network --components components.py", name="components")
 def list_components(
-    kind: Annotated[str | None, Argument(metavar="[KIND]", help="Such as network or loss; default all.")] = None,
+    kind: Annotated[str | None, Argument(metavar="[KIND]", help="Such as network or loss; default: all.")] = None,
     components: Components = None,
 ) -> None:
     """List the networks, losses and other components that a config can name."""
@@ -70,7 +70,7 @@ def doctor(
     cache: Annotated[Path | None, Option(metavar="FOLDER", help="Default $VOLSEG_CACHE, else ~/.cache/volseg.")] = None,
     runs: Annotated[Path | None, Option(metavar="FOLDER", help="Folder of the runs; default runs.")] = None,
 ) -> None:
-    """Check this machine (GPUs, driver, torch, memory, disks, limits) and say how to fix what is wrong.
+    """Check this machine (GPUs, driver, torch, memory, disks, limits) and report how to fix problems.
 
     Exit status 1 if anything stops a training.
     """
@@ -96,12 +96,12 @@ def init(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a config with every key explained."""
-    from volseg.commands import spell  # what follows imports torch: not for --help
+    from volseg.commands import spell  # these modules import torch: not for --help
     from volseg.experiment.configuring import init_config
 
     config = init_config(output, data=data, like=like, minimal=minimal, overwrite=overwrite)
     ways = (
-        [] if config.data.root.exists() else ["set data.root in it to your data set, or --set data.root=FOLDER below"]
+        [] if config.data.root.exists() else ["set data.root in this file to your data set, or add --set data.root=DIR"]
     )
     show("\n  ".join([f"{output} is written. Next:", *ways, spell(f"volseg train {output}")]))
 

@@ -1,4 +1,4 @@
-"""Define the verbs of trainings and their cost: configure, train, cross-validate, search, plan, profile and compile."""
+"""Define the verbs for training and its cost: configure, train, cross-validate, search, plan, profile and compile."""
 
 import gc
 import sys
@@ -47,13 +47,13 @@ def configure(
             "its weights.",
         ),
     ] = None,
-    name: Annotated[str | None, Option(help="Name of the experiment; default made of task and preset.")] = None,
+    name: Annotated[str | None, Option(help="Name of the experiment; default: task and preset.")] = None,
     skip_bad: Annotated[bool, Option("--skip-bad", help="Plan and train without the bad cases.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
     components: Components = None,
 ) -> None:
     """Analyse a data set and write a training config; each value is commented with its reason."""
-    from volseg.files import require_new  # what follows imports torch: not for --help
+    from volseg.files import require_new  # these modules import torch: not for --help
     from volseg.planning.plan import parse_memory, write_config
 
     memory = parse_memory(gpu_memory)
@@ -75,10 +75,10 @@ def train(
     output: Annotated[Path | None, Output(help="Run folder; default runs/NAME.")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint, and validate.")] = False,
     restart: Annotated[
-        bool, Option("--restart", help="Begin or continue; print the report if it is finished.")
+        bool, Option("--restart", help="Start or continue; if the run is finished, print its report.")
     ] = False,
     gpus: Annotated[
-        int | None, Option(min=1, help="Number of GPUs; they share samples, or cut a sample that does not fit.")
+        int | None, Option(min=1, help="Number of GPUs; they share samples, or split a sample that does not fit.")
     ] = None,
     max_restarts: Annotated[int, Option(min=0, help="How often to restart all processes after a failure.")] = 0,
     no_cache: NoCache = False,
@@ -101,26 +101,26 @@ def train(
             config, preset=preset or "unet", gpu_memory=memory, overrides=overrides, resume=goes_on
         )
     elif preset or gpu_memory:
-        raise typer.BadParameter(f"{config} is a config; --preset and --gpu-memory plan for a data set")
+        raise typer.BadParameter(f"{config} is a config; --preset and --gpu-memory need a data set")
     loaded = experiment.load_config(config, overrides)
     require_data(loaded.data.root)
     launch = read_launch()
-    # Not in launched processes: of those on another machine some may not see the folder, and would wait for the rest.
+    # Not in launched processes: if only some machines see the folder, the others would wait for them.
     if restart and launch is None:
         report = experiment.load_finished_report(experiment.RunFolder(loaded.folder), loaded)
         if report is not None:
             show(report)
             return
     resume = resume or restart
-    starts = max_restarts > 0 or experiment.count_workers(loaded, gpus) > 1  # one process too is started again
+    starts = max_restarts > 0 or experiment.count_workers(loaded, gpus) > 1  # a single process can restart too
     if (gpus or 1) > 1 or (launch is None and starts):
         overrides += ["parallel.devices=1"] if gpus == 1 else []
         experiment.train_on(gpus, config, overrides, resume=resume, max_restarts=max_restarts)
         return
     if gpus is not None:
         loaded = loaded.on_one_device(1 if launch is None else launch.world_size)
-    begin = experiment.train  # imports what trains
-    gc.freeze()  # modules live as long as this process: the garbage collections of recordings need not visit them
+    begin = experiment.train  # imports the training code
+    gc.freeze()  # modules live as long as this process, so collections during graph captures can skip them
     outcome = begin(loaded, resume=resume)
     if experiment.is_main_process():
         show(experiment.format_outcome(outcome))
@@ -145,9 +145,9 @@ def cross_validate(
 ) -> None:
     """Train all folds that are not finished, and write one table of all cases."""
     if more_folds and not folds:
-        raise typer.BadParameter(f"got {more_folds[0]} after CONFIG; choose folds by --folds 0 1 ...")
+        raise typer.BadParameter(f"got {more_folds[0]} after CONFIG; choose folds with --folds 0 1 ...")
     overrides = gather_overrides(overrides, output, no_cache=no_cache)
-    # click gives an option one value, so numbers after `--folds 0` are arguments.
+    # click passes one value to an option, so numbers after `--folds 0` are arguments.
     chosen = [*folds, *(more_folds or ())] if folds else None
     loaded = experiment.load_config(config, overrides)
     require_data(loaded.data.root)
@@ -170,7 +170,7 @@ def search(
     ],
     overrides: Overrides = None,
     output: Annotated[Path | None, Output(help="Folder for trial_0, trial_1 ...; default runs/NAME.")] = None,
-    trials: Annotated[int, Option(min=1, help="Trials in all, of earlier calls and other machines too.")] = 20,
+    trials: Annotated[int, Option(min=1, help="Total over all calls and machines that share the folder.")] = 20,
     gpus: Annotated[int, Option(min=1, help="Number of trials to train at a time, each on its own GPU.")] = 1,
     metric: Annotated[
         str, Option(help="Metric to compare, as TensorBoard names it, such as dice/LABEL.")
@@ -207,8 +207,8 @@ def plan(
     gpus: Annotated[int | None, Option(min=1, help="Number of GPUs of the machine; default 1.")] = None,
     gpu_memory: Annotated[str | None, Option(metavar="SIZE", help="Memory of each GPU, such as 16GiB.")] = None,
     gpu: Annotated[str | None, Option(metavar="KIND", help="Kind of GPU, such as V100.")] = None,
-    instance: Annotated[str | None, Option(metavar="NAME", help="For a rented machine, such as p3.8xlarge.")] = None,
-    here: Annotated[bool, Option("--here", help="For the GPUs of this machine.")] = False,
+    instance: Annotated[str | None, Option(metavar="NAME", help="Cloud instance, such as p3.8xlarge.")] = None,
+    here: Annotated[bool, Option("--here", help="Plan for the GPUs of this machine.")] = False,
     max_volume: Annotated[bool, Option("--max-volume", help="Find the largest patch of each way to train.")] = False,
     calibrate: Annotated[bool, Option("--calibrate", help="Measure this machine's GPUs once (minutes).")] = False,
     channels: Channels = None,
@@ -218,16 +218,16 @@ def plan(
     as_json: Annotated[bool, Option("--json", help="Print JSON, described in docs/what-fits.md.")] = False,
     components: Components = None,
 ) -> None:
-    """Estimate memory, time and price of a training without a GPU, and choose how to share GPUs.
+    """Estimate memory, time and price of a training, and choose how to use the GPUs; this needs no GPU.
 
-    Exit status 3 if no way fits; the output then names a size that would.
+    Exit status 3 if no way fits; the output then names a size that would fit.
     """
     if calibrate:
         show(experiment.calibrate_words(), err=as_json)  # a program reads only JSON
         if config is None:
             return
     if config is None:
-        raise typer.BadParameter("name the CONFIG to plan for; only --calibrate needs none")
+        raise typer.BadParameter("name the CONFIG to plan for; only --calibrate works without one")
     loaded = experiment.load_config(config, overrides or ())
     experiment.require_weights(loaded)  # a training with missing weights cannot start
     machine = experiment.resolve_machine(num_gpus=gpus, gpu_memory=gpu_memory, kind=gpu, instance=instance, here=here)
@@ -253,7 +253,7 @@ def plan(
 def profile(
     config: ConfigFile,
     overrides: Overrides = None,
-    steps: Annotated[int, Option(min=1, help="Number of profiled steps, after as many timed ones.")] = 5,
+    steps: Annotated[int, Option(min=1, help="Number of profiled steps, after the same number of timed steps.")] = 5,
     output: Annotated[Path | None, Output(metavar="FOLDER", help="Folder for page, table and trace.")] = None,
     gpu: Annotated[str | None, Option(metavar="KIND", help="Only estimate the step on a GPU such as h200.")] = None,
     gpus: Annotated[int | None, Option(min=1, help="Number of GPUs with --gpu; default the config's.")] = None,
@@ -294,7 +294,7 @@ def compile_(
 ) -> None:
     """Compile the kernels of a training ahead of time, also on a machine without a GPU.
 
-    The cache is the folder TRITON_CACHE_DIR. Versions and config, except data and name, must be the training's.
+    The kernels are cached in TRITON_CACHE_DIR. The training needs the same versions and config, except data and name.
     """
     from volseg.estimate.gpu_kinds import find_kind  # imports torch: not for --help
 

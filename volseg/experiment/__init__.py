@@ -2,7 +2,7 @@
 # mypy: implicit-reexport
 """Whole experiments: the functions behind the command line.
 
-Names are loaded at first use: the process that launches a training imports nothing that trains.
+Names are loaded at first use: the process that launches a training imports no training code.
 """
 
 from typing import TYPE_CHECKING, Any

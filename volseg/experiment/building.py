@@ -66,7 +66,7 @@ def check_components(config: ExperimentConfig) -> None:
     fields = (*sorted(BATCH_FIELDS), *config.network.outputs)
     for kind, known, components in (("loss", fields, losses), ("metric", CASE_FIELDS, metrics)):
         if unknown := [name for component in components for name in component.inputs if name not in known]:
-            more = " (several outputs of a network are named in network.outputs)" if kind == "loss" else ""
+            more = " (network.outputs names the outputs of the network)" if kind == "loss" else ""
             raise ConfigError(f"a {kind} needs the field {unknown[0]!r}; {did_you_mean(unknown[0], known)}{more}")
     preprocessing_of(config)
 
@@ -101,8 +101,8 @@ def choose_channel(config: ExperimentConfig, task: Task) -> int:
         return wanted
     known = ", ".join(f"{number} ({name})" for number, name in enumerate(names))
     raise ConfigError(
-        f"logging.channel must name one channel of the images of {task.name}, by number or name, got {wanted!r}; there "
-        f"are {known}"
+        f"logging.channel must be the number or name of one channel of {task.name}, got {wanted!r}; the channels are "
+        f"{known}"
     )
 
 
@@ -136,7 +136,7 @@ def build_batches(
     )
     if bank.num_channels != task.num_inputs:
         raise ConfigError(
-            f"preprocessing gives {bank.num_channels} channel(s), not {task.num_inputs}; correct its steps"
+            f"preprocessing returns {bank.num_channels} channel(s), not {task.num_inputs}; correct its steps"
         )
     num_masks = len(task.stage_labels)
     own = OwnAugmentations([])
@@ -232,7 +232,7 @@ def build_step(
     *,
     record: bool,
 ) -> TrainingStep:
-    """Return the training step by itself, without a check of its loss; by default with the config's optimizer."""
+    """Return a single training step, without a check of its loss; by default with the config's optimizer."""
     device = next(model.parameters()).device
     return TrainingStep(
         Named(model, inputs=["image"], outputs=config.network.outputs),
@@ -350,7 +350,7 @@ def build_scoring(config: ExperimentConfig, task: Task) -> Scoring:
 
 
 def list_scores(config: ExperimentConfig, task: Task) -> list[str]:
-    """Return the names of the numbers that each validation gives; see `Validated.scores`."""
+    """Return the names of the numbers that each validation computes; see `Validated.scores`."""
     own, scoring = [each.output for each in config.metrics], build_scoring(config, task)
     shown = [name for name in SHOWN if name in (*METRICS, *scoring.names)]
     only_for = {"NSD": scoring.tolerances, "lesion_F1": scoring.lesions}

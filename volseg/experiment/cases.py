@@ -32,7 +32,7 @@ class PatientReport:
     """Report on the patients of a split; each should be on one side only."""
 
     summary: str = ""
-    """Empty if each case counts as a patient of its own."""
+    """Empty if each case counts as a separate patient."""
     warning: str = ""
     """Empty if no patient is known to both train and validate."""
 
@@ -78,7 +78,7 @@ def choose_cases(config: ExperimentConfig) -> ChosenCases:
 
 
 def find_previous_stage(config: ExperimentConfig) -> Path | None:
-    """Return the folder of the first stage of a cascade, whose second stage a config describes; None for other configs.
+    """Return the folder of a cascade's first stage, if the config describes the second stage; None for other configs.
 
     Raises
     ------
@@ -88,8 +88,8 @@ def find_previous_stage(config: ExperimentConfig) -> Path | None:
     folder = config.data.previous_stage
     if folder is not None and not folder.is_dir():
         raise ConfigError(
-            f"{config.name} is the second stage of a cascade, but the folder of the first one, {folder}, is absent; "
-            "put it back, or name its new place by --set data.previous_stage=FOLDER"
+            f"{config.name} is the second stage of a cascade, but the folder of the first one, {folder}, does not "
+            "exist; restore it, or name its new path with --set data.previous_stage=FOLDER"
         )
     return folder
 
@@ -112,9 +112,9 @@ def add_stage(config: ExperimentConfig, cases: Sequence[Case]) -> tuple[Case, ..
     }
     if missing := [case["case"] for case in cases if f"{case['case']}.nii.gz" not in found]:
         raise DataError(
-            f"data.previous_stage: {folder} holds no validated label map of {len(missing)} of {len(cases)} cases: "
-            f"{list_some(missing)}; train all folds of its config: volseg cross-validate, or name its new place by "
-            "--set data.previous_stage=FOLDER"
+            f"data.previous_stage: {folder} lacks the validated label maps of {len(missing)} of {len(cases)} cases: "
+            f"{list_some(missing)}; train all folds of its config with volseg cross-validate, or name its new path "
+            "with --set data.previous_stage=FOLDER"
         )
     return tuple({**case, "stage": found[f"{case['case']}.nii.gz"]} for case in cases)
 
@@ -125,7 +125,7 @@ def _weigh(task: Task, weights: Mapping[str, float]) -> tuple[Case, ...]:
     fitting = {key: [key] if key in names else [name for name in names if fnmatchcase(name, key)] for key in weights}
     if unknown := [key for key, found in fitting.items() if not found]:
         raise ConfigError(
-            f"data.weights names {list_some([repr(key) for key in unknown])}, which fit no case; "
+            f"data.weights: no case matches {list_some([repr(key) for key in unknown])}; "
             f"{did_you_mean(unknown[0], names)}"
         )
     column = task.columns.get("weight", {})
@@ -143,8 +143,8 @@ def _read_weight(text: str, name: str, task: Task) -> float:
         weight = math.nan
     if not 0 <= weight < math.inf:
         raise DataError(
-            f"{task.name}: the weight of case {name} is {text!r}; needed: a finite number from 0 on, how often the "
-            "case is drawn (rename a column 'weight' that holds something else)"
+            f"{task.name}: the weight of case {name} is {text!r}, but must be a finite number of at least 0 "
+            "(how often the case is drawn); rename a column 'weight' with another meaning"
         )
     return weight
 
@@ -154,11 +154,11 @@ def _choose_drawn(training: Sequence[Case]) -> tuple[Case, ...]:
     drawn = tuple(case for case in training if case.get("weight", 1.0) > 0)
     if training and not drawn:
         shown = list_some([case["case"] for case in training])
-        raise DataError(f"all {len(training)} training cases have weight 0: {shown}; give one of them a weight above 0")
+        raise DataError(f"all {len(training)} training cases have weight 0: {shown}; set at least one weight above 0")
     counts = Counter(case.get("weight", 1.0) for case in training)
     if len(counts) > 1 and is_main_process():
         shown = ", ".join(f"{count} of weight {weight:g}" for weight, count in sorted(counts.items()))
-        logger.info("patches are drawn by weights of cases: %s", shown)
+        logger.info("patches are drawn by the weights of cases: %s", shown)
     return drawn
 
 
@@ -178,7 +178,7 @@ def open_cache(config: ExperimentConfig, task: Task, preprocessing: Preprocessin
     except ConfigError as fault:
         if config.data.cache != "auto":
             raise
-        logger.warning("prepared cases are held in memory only: %s", fault)
+        logger.warning("prepared cases are kept only in memory: %s", fault)
         return None
 
 
@@ -194,7 +194,7 @@ def prepare_chosen(
 
     All processes of the readers' group call this function, including those that read nothing.
 
-    The split precedes the removal of bad cases, so a fold keeps its cases whatever other cases are bad.
+    Bad cases are removed after the split, so a fold has the same cases no matter which others are bad.
 
     Raises
     ------
@@ -223,14 +223,14 @@ def prepare_chosen(
     bad = {problem.case for problem in prepared.problems}
     no_training = chosen.training and all(case["case"] in bad for case in chosen.training)
     if no_training or (chosen.validation and not prepared.order):
-        raise DataError(f"no sound case is left to train or validate on; {len(bad)} of {num_chosen} are bad")
+        raise DataError(f"no valid case is left to train or validate on: {len(bad)} of {num_chosen} are bad")
     return prepared
 
 
 def choose_split(config: ExperimentConfig, task: Task) -> Split:
     """Return the split that the config names: from its file, else from the data set, else nnU-Net's.
 
-    Given splits are used unchanged; `ChosenCases.patients` says whether they cut a patient.
+    Given splits are used unchanged; `ChosenCases.patients` reports whether they cut a patient.
 
     Raises
     ------
@@ -248,7 +248,7 @@ def choose_split(config: ExperimentConfig, task: Task) -> Split:
         return folds(ids, wanted.num_folds, wanted.seed, groups=groups)[wanted.fold]
     if wanted.fold >= len(splits):
         source = wanted.file or f"the table of {task.name}"
-        raise ConfigError(f"split.fold is {wanted.fold}, but {source} holds folds 0 to {len(splits) - 1}")
+        raise ConfigError(f"split.fold is {wanted.fold}, but {source} has folds 0 to {len(splits) - 1}")
     return splits[wanted.fold]
 
 
@@ -260,7 +260,7 @@ def list_given_splits(config: ExperimentConfig, task: Task) -> Sequence[Split] |
 
 
 def describe_patients(task: Task, group: str | None, split: Split, *, is_given: bool) -> PatientReport:
-    """Return what to report about the patients of a training.
+    """Return the report about the patients of a training.
 
     A split that cuts a patient is still used: published folds do so, and results on them are compared.
 
@@ -289,13 +289,13 @@ def describe_patients(task: Task, group: str | None, split: Split, *, is_given: 
     if not split.validation:
         return PatientReport(summary=counted)
     if not (cut := list_split_patients([split], groups)):
-        return PatientReport(summary=f"{counted}; none trains and validates")
+        return PatientReport(summary=f"{counted}; no patient both trains and validates")
     if is_given:
         remedy = "the split is given and used unchanged; make another one if results need not be comparable"
     else:
-        remedy = "set split.group so, or to none if each case is of a patient of its own"
+        remedy = "set split.group to this, or to none if each case is a separate patient"
     return PatientReport(
-        summary=f"{counted}; {len(cut)} train and validate",
-        warning=f"{len(cut)} patient(s) train and validate, of {counted}: {cut[0].training} trains and "
-        f"{cut[0].validation} validates, so the Dice of the validation is too high; {remedy}",
+        summary=f"{counted}; {len(cut)} both train and validate",
+        warning=f"{len(cut)} patient(s) both train and validate, of {counted}: {cut[0].training} trains and "
+        f"{cut[0].validation} validates, so the validation Dice is too high; {remedy}",
     )

@@ -1,4 +1,4 @@
-"""Plan a config from a folder of cases, or the config of a training that gets only a data set."""
+"""Plan a config from a folder of cases, or for a training that is given only a data set."""
 
 import json
 import logging
@@ -60,7 +60,7 @@ def configure(
     Raises
     ------
     ConfigError
-        If nothing fits the memory, or ``like`` does not say how its network was trained.
+        If nothing fits the memory, or ``like`` has no config of its network.
     DataError
         If there is no data set, or if cases are bad: all of them at once.
     """
@@ -70,7 +70,7 @@ def configure(
     root = os.path.abspath(folder)  # not resolved: a link may be pointed to another disk later
     proposed = propose_groups(task)
     if proposed is not None and not proposed.evident:
-        logger.warning("%s; set split.group: %s if that is so", proposed.reason, proposed.group)
+        logger.warning("%s; if so, set split.group: %s", proposed.reason, proposed.group)
     return plan(
         fingerprint,
         preset,
@@ -109,21 +109,21 @@ def format_plan(planned: Plan, path: str | Path, *, trains: bool = False, is_sho
         "median case": f"{size} voxels at that spacing",
         "patch": f"{' x '.join(map(str, geometry.patch))} voxels, {geometry.batch} per batch",
         "network": planned.values()["network"]["name"],
-        **({} if planned.like is None else {"begins with": planned.like.source}),
+        **({} if planned.like is None else {"starts from": planned.like.source}),
         "for": f"{geometry.num_gpus} GPU(s) of {planned.gpu_memory:g} GiB",
     }
     small = "try --set training.epochs=5 --set training.iterations=50 first"
-    slow = [] if is_short or count_gpus() else [f"this machine has no GPU: the plan takes days; {small}"]
+    slow = [] if is_short or count_gpus() else [f"this machine has no GPU, so this training takes days; {small}"]
     written = f"written to {path}, with the reason for each value"
     commands = [spell(f"volseg train {quote(str(path))}")]
     if planned.first_stage is not None:
         commands.insert(0, spell(f"volseg cross-validate {quote(str(name_first_stage(path)))}"))
-    last = [f"{written}. The training begins."] if trains else [f"{written}. Next:", *(f"  {one}" for one in commands)]
+    last = [f"{written}. The training starts."] if trains else [f"{written}. Next:", *(f"  {one}" for one in commands)]
     return "\n".join([*(f"{what:12} {text}" for what, text in lines.items()), *slow, *last])
 
 
 def is_data_set(path: str | Path) -> bool:
-    """Return whether a path in place of a config is a data set: a folder, or a table of paths.
+    """Return whether a path given instead of a config is a data set: a folder, or a table of paths.
 
     Raises
     ------
@@ -133,9 +133,7 @@ def is_data_set(path: str | Path) -> bool:
     path = Path(path)
     if RunFolder(path).exists:
         words = spell(f"volseg train {quote(str(RunFolder(path).config_file))} -o {quote(str(path))} --resume")
-        raise ConfigError(
-            f"{path} is the folder of a run, and neither a config nor a data set; continue it with {words}"
-        )
+        raise ConfigError(f"{path} is a run folder, not a config or a data set; continue the run with {words}")
     return path.is_dir() or path.suffix.casefold() in TABLES
 
 
@@ -181,15 +179,15 @@ def plan_run(
     file = run.path / PLANNED
     if resume and file.is_file():
         if load_config(file).name != name:
-            raise ConfigError(f"{file} plans {load_config(file).name}, not {name}; choose another folder by --output")
+            raise ConfigError(f"{file} plans {load_config(file).name}, not {name}; choose another --output")
         logger.info("continuing as planned in %s", file)
         return file
     if resume and run.exists:
-        raise ConfigError(f"{run.path} was not planned from a data set; continue it with the config that it began with")
+        raise ConfigError(f"{run.path} was not planned from a data set; continue it with the config it started with")
     if is_launched():
         raise ConfigError(
-            f"{folder} is a data set, and each of several processes would plan for it; run "
-            f"volseg configure {quote(str(folder))} -o my_task.yaml first, and train with the config it writes"
+            f"{folder} is a data set, and every process of this job would plan for it; run "
+            f"volseg configure {quote(str(folder))} -o my_task.yaml first, and train with that config"
         )
     run.require_free()
     data = values.get("data")
@@ -222,14 +220,14 @@ def init_config(
     minimal: bool = False,
     overwrite: bool = False,
 ) -> ExperimentConfig:
-    """Write a config to start with: every value and its meaning; editors show alternatives by the schema that it names.
+    """Write a config to start with: every value, its meaning, and a reference to the schema for editors.
 
     Parameters
     ----------
     output
         Path of the file.
     data
-        Folder of the data set, in place of a placeholder.
+        Folder of the data set; a placeholder by default.
     like
         Name of a config shipped with volseg, to copy values from.
     minimal

@@ -1,13 +1,13 @@
-"""Cross-validation: every fold an ordinary run, and one page about all of them.
+"""Cross-validate: train every fold as an ordinary run, and write one page about all folds.
 
 ::
 
     runs/task04_unet/
-        fold_0/ ... fold_4/      run folders; validation/ in each holds the out-of-fold predictions
+        fold_0/ ... fold_4/      run folders; validation/ in each contains the out-of-fold predictions
         fold_0.yaml, fold_0.log  with --gpus: config and log of its process
-        summary.json             all cases, in nnU-Net's shape
+        summary.json             all cases, in nnU-Net's format
         cross_validation.json    folds, times, means with intervals, published results, config, environment
-        report.html, report.md   the same as pages
+        report.html, report.md   the same results as pages
 """
 
 import logging
@@ -78,7 +78,7 @@ class CrossValidated:
 
     @cached_property
     def summary(self) -> Summary:
-        """Summary of all validated cases, by case id, in nnU-Net's shape."""
+        """Summary of all validated cases, by case id, in nnU-Net's format."""
         cases = [read_evaluated(case) for fold in self.folds for case in fold.summary["metric_per_case"]]
         return summarise(sorted(cases, key=lambda case: Path(case.prediction_file or "").name))
 
@@ -154,7 +154,7 @@ def _describe_scores(crossed: CrossValidated) -> dict[str, dict[str, Any]]:
 def format_cross_validation(crossed: CrossValidated) -> str:
     """Return the final message of a cross-validation: a summary of the longer report page and report.md."""
     told = write_brief(crossed.folder, sections=("Look at this", "Folds", "Published results"))
-    return f"\n{told}\nAll of it is in {crossed.folder}; report: {crossed.folder / NAME} and report.md"
+    return f"\n{told}\nAll results are in {crossed.folder}; report: {crossed.folder / NAME} and report.md"
 
 
 def _describe_fold(fold: FoldResult, crossed: CrossValidated) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def cross_validate(
     """
     config = require_config(config)
     check_components(config)
-    require_own_folder(config, "cross-validation", "there train fold by fold with `volseg train --set split.fold=K`")
+    require_own_folder(config, "cross-validation", "train each fold there with `volseg train --set split.fold=K`")
     task = load_task(config.data.root, require_files=False)
     plan = plan_folds(config, task)
     chosen = _choose_folds(plan, folds)
@@ -222,11 +222,11 @@ def cross_validate(
     _require_may_begin(waiting, resume)
     for fold in chosen:
         if fold.number in results:
-            logger.info("fold %d is finished already: %s", fold.number, fold.folder.path)
+            logger.info("fold %d is already finished: %s", fold.number, fold.folder.path)
 
     def keep_result(fold: Fold) -> None:
-        gather()  # also what other machines have finished meanwhile
-        assert fold.number in results, f"{fold.folder.path} ended well and is not finished"
+        gather()  # includes folds that other machines have finished
+        assert fold.number in results, f"{fold.folder.path} ended without an error but is not finished"
         RunFolder(config.folder).postprocessing_file.unlink(missing_ok=True)  # it was measured without this fold
         logger.info("fold %d: Dice %.4f", fold.number, results[fold.number].mean_dice)
         if len(results) < len(plan):
@@ -319,6 +319,6 @@ def _require_may_begin(waiting: Sequence[Fold], resume: bool) -> None:
     begun = [str(fold.folder.path) for fold in waiting if fold.folder.exists]
     if begun and not resume:
         raise ConfigError(
-            f"{', '.join(begun)} {'was' if len(begun) == 1 else 'were'} begun but not finished; continue with "
-            "--resume, or choose another folder by --output"
+            f"{', '.join(begun)} {'was' if len(begun) == 1 else 'were'} started but not finished; continue with "
+            "--resume, or choose another folder with --output"
         )

@@ -1,8 +1,8 @@
 """Train in several processes, started by torch's own elastic launcher.
 
-The launching process imports as little as possible: the training processes start after it, import all that trains, and
-check the config themselves. Only after a failure of a process is the config checked here, so that its own error is
-reported, not a process's.
+The launching process imports as little as possible: the training processes start after it, import the training code,
+and check the config themselves. The config is checked here only after a process has failed, so that the error of the
+config is reported, not that of a process.
 """
 
 import json
@@ -60,7 +60,7 @@ def choose_gpus(config: ExperimentConfig, count: int) -> Sequence[str | None]:
     if parallel.num_gpus > 1 or (several and not parallel.is_on_one_device):
         raise ConfigError(
             f"--gpus {count} starts processes on one GPU each, but parallel.strategy is {parallel.strategy} with "
-            f"devices {parallel.devices}, on {parallel.num_gpus} GPU(s); leave out --gpus to work on all of them "
+            f"devices {parallel.devices}, on {parallel.num_gpus} GPU(s); leave out --gpus to use all of them "
             "together"
         )
     if config.device == "cpu":
@@ -68,8 +68,8 @@ def choose_gpus(config: ExperimentConfig, count: int) -> Sequence[str | None]:
     visible = count_gpus()
     if not visible:
         raise ConfigError(
-            f"--gpus {count} asks for more than the 0 GPU(s) that are visible; leave it out to work on the CPU, or "
-            "have processes share the CPU by --set device=cpu"
+            f"--gpus {count} needs GPUs, but none is visible; leave it out to use the CPU, or let the processes share "
+            "the CPU with --set device=cpu"
         )
     if visible < count:
         raise ConfigError(f"--gpus {count} asks for more than the {visible} GPU(s) that are visible")
@@ -125,7 +125,7 @@ def train_on(
         _, *command = run_module("volseg", "train", str(config), *arguments)
         launch(command, count_workers(loaded, num_gpus), max_restarts=max_restarts)
     except SignalException as stopped:  # the launcher has passed the signal on and waited
-        from volseg.workflow.checks import Interruption  # imports what trains
+        from volseg.workflow.checks import Interruption  # imports the training code
 
         interruption = Interruption()
         interruption.take(stopped.sigval)
@@ -137,14 +137,14 @@ def train_on(
 
 def _list_components() -> list[str]:
     """Return the options that load the user's components in the processes."""
-    # Without loaded components this module is not imported either, since it imports what trains.
+    # Without loaded components this module is not imported either, since it imports the training code.
     own = sys.modules.get("volseg.experiment.own_components")
     return [] if own is None else list(own.components_arguments())
 
 
 def _require_sound(loaded: ExperimentConfig, resume: bool) -> None:
-    """Raise an error of the config itself, so that one process reports it instead of each."""
-    # These modules import what trains; startup time no longer matters here.
+    """Raise an error of the config itself, so that one process reports it instead of all."""
+    # These modules import the training code; startup time no longer matters here.
     from volseg.checkpointing.components import require_components
     from volseg.experiment.building import check_components
 
@@ -157,11 +157,11 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
     """Return the settings that train ``parallel: auto`` on GPUs of this machine, and the number of these GPUs.
 
     A resumed run keeps its settings if it has as many GPUs as at its start, or as many as were chosen then: other
-    settings would change the order of sums. Otherwise the settings with the fastest estimate are taken. Without GPUs or
+    settings would change the order of sums. Otherwise the settings with the fastest estimate are used. Without GPUs or
     estimates, nothing is set.
     """
     if resume:
-        from volseg.checkpointing.compatible import load_mesh  # imports what trains
+        from volseg.checkpointing.compatible import load_mesh  # imports the training code
 
         if (begun := load_mesh(loaded, num_gpus)) is not None:
             parallel = json.dumps(begun.model_dump(mode="json", exclude_defaults=True))
@@ -169,7 +169,7 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
             return [f"parallel={parallel}"], begun.num_gpus
     if loaded.device == "cpu" or not count_gpus():
         return [], num_gpus
-    # These modules import what trains; so does tracing.
+    # These modules import the training code; so does tracing.
     from volseg.estimate.candidate import name_candidate
     from volseg.experiment.placement.alternatives import list_settings
     from volseg.experiment.placement.plan_command import plan_training, resolve_machine
@@ -185,6 +185,6 @@ def _choose_settings(loaded: ExperimentConfig, num_gpus: int, *, resume: bool) -
         logger.warning("parallel: auto lets the processes choose, because %s", plan.why)
         return [], num_gpus
     candidate = plan.chosen.candidate
-    logger.info("parallel: auto takes %s: %s", name_candidate(candidate), plan.why)
+    logger.info("parallel: auto uses %s: %s", name_candidate(candidate), plan.why)
     settings = ["parallel.strategy=none", *list_settings(candidate), f"parallel.chosen_for={num_gpus}"]
     return settings, candidate.num_gpus

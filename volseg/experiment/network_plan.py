@@ -67,20 +67,20 @@ class NetworkPlan:
             plan = read_record(cls, content)
             if min(plan.spacing) > 0 and isinstance(plan.network.get("name"), str):
                 return plan
-        raise DataError(f"{file} should hold the spacing and the network of a run; restore it from a copy")
+        raise DataError(f"{file} should contain the spacing and the network of a run; restore it from a backup")
 
 
 def plan_network(config: ExperimentConfig, task: Task) -> NetworkPlan:
-    """Plan the network of a new run; every process of a job calls this function and gets the first one's plan.
+    """Plan the network of a new run; every process of a job calls this function and gets the first process's plan.
 
     Raises
     ------
     ConfigError
         If the network cannot be planned for the patch.
     DataError
-        If neither a case nor the preprocessing gives the size of voxels.
+        If neither a case nor the preprocessing defines the size of voxels.
     """
-    # Machines may hold the files in different forms.
+    # Machines may store the files in different forms.
     d, h, w = json.loads(gather_over_processes([json.dumps(compute_spacing(config, task))])[0])
     return plan_for_spacing(config, (d, h, w))
 
@@ -104,7 +104,7 @@ def compute_spacing(config: ExperimentConfig, task: Task) -> Sides:
     if not known:
         raise DataError(
             f"the voxel sides of all {len(read)} cases of {task.root} are unreadable, but the plan of the network and "
-            "rotations need them; see volseg data check, or set the sides by a Spacing step"
+            "rotations need them; run volseg data check, or set the sides with a Spacing step"
         )
     d, h, w = np.median(list(known.values()), axis=0).tolist()
     _remark(known, (d, h, w))
@@ -124,7 +124,7 @@ def _remark(known: Mapping[str, Sides], median: Sides) -> None:
     off = {name: np.maximum(np.divide(sides, median), np.divide(median, sides)).max() for name, sides in known.items()}
     if far := sorted((name for name in off if off[name] > VARIES), key=lambda name: -off[name]):
         logger.warning(
-            "look at the voxel sides: %d of %d cases differ from the median %s mm by more than %g times along an axis, "
+            "check the voxel sides: %d of %d cases differ from the median %s mm by more than %g times along an axis, "
             "first %s with %s mm; the preprocessing has no Spacing step, so the network sees them as they are",
             *(len(far), len(known), _join(median), VARIES, far[0], _join(known[far[0]])),
         )
@@ -136,8 +136,8 @@ def _join(sides: Sides) -> str:
 
 # Facts of a data set for an estimate, without reading a volume: from its description, or from published numbers.
 #
-# A network takes as many channels as the images have, and gives as many as there are labels. Where the data set is not
-# there, the Decathlon's ten are known by their names (`volseg.config.catalogue`), and of any other the user says it.
+# A network has an input channel for each image channel, and an output channel for each label. If the data set is
+# absent, the Decathlon's ten tasks are found by name (`volseg.config.catalogue`); for any other the user states them.
 
 
 FLOAT_BYTES, LABEL_BYTES = 4, 1
@@ -168,7 +168,7 @@ def load_facts(config: ExperimentConfig, channels: int | None = None, classes: i
     config : ExperimentConfig
         Config with its data and preprocessing.
     channels, classes : int, optional
-        Channels of images, and classes of label maps with the background, in place of those of a data set.
+        Channels of images, and classes of label maps with the background, instead of those of a data set.
 
     Raises
     ------
@@ -188,14 +188,14 @@ def load_facts(config: ExperimentConfig, channels: int | None = None, classes: i
     known = _find_public(root.name)
     if known is None:
         raise DataError(
-            f"a network's channels and classes follow from the data set, and {root} is not there; say them by "
-            "--channels N --classes N (with the background), or name the data set by --set data.root=DIR"
+            f"a network's channels and classes follow from the data set, but {root} does not exist; state them with "
+            "--channels N --classes N (with the background), or name the data set with --set data.root=DIR"
         )
     labels = {int(value): name for value, name in known.labels.items()}
     task = replace(_make_task(known.name, known.modalities, labels), stage_labels=config.stage_labels)
     median = known.manifest["nnunet"]["fingerprint"]["median_spacing"]
     spacing = _spacing_without_cases(config, tuple(float(mm) for mm in median))
-    return _with_sizes(task, spacing, known, f"what is published of {known.name}")
+    return _with_sizes(task, spacing, known, f"the published facts of {known.name}")
 
 
 def _make_task(name: str, modalities: Sequence[str], labels: dict[int, str]) -> Task:
@@ -206,7 +206,7 @@ def _find_public(name: str) -> PublicTask | None:
     try:
         return get_public_task(name)
     except DataError:
-        return None  # a data set of the user's own
+        return None  # the user's own data set
 
 
 def _spacing_without_cases(config: ExperimentConfig, median: Sequence[float] = ISOTROPIC) -> Sides:
@@ -225,7 +225,7 @@ def _with_sizes(task: Task, spacing: Sides, known: PublicTask | None, source: st
     voxels = math.prod(side * mm / to for side, mm, to in zip(resampled, at, spacing, strict=True))
     largest = None
     stored = known.manifest.get("stored")  # smallest, median and largest
-    if stored is not None and stored["spacing"][0] == stored["spacing"][-1]:  # else no two of them belong to one case
+    if stored is not None and stored["spacing"][0] == stored["spacing"][-1]:  # else they may be of different cases
         d, h, w = (
             math.ceil(side * mm / to)
             for side, mm, to in zip(stored["shape"][-1], stored["spacing"][0], spacing, strict=True)

@@ -1,4 +1,4 @@
-"""Components of the user: registered by a call, or by a file on the command line.
+"""Register the user's components: by a call, or by a file on the command line.
 
 One table lists the kinds. A config never names files of code: only the command line does.
 """
@@ -68,7 +68,7 @@ def register(kind: str, name: str, component: Component | None = None) -> Any:
         ``network``, ``loss``, ``transform``, ``augmentation``, ``metric``, ``hook``, ``optimizer``, ``schedule``,
         ``reader`` or ``logger``.
     name : str
-        Name in configs; for a reader the suffix of its files. No other component of the kind has it.
+        Name in configs; for a reader the suffix of its files. Unique among the components of the kind.
     component : callable, optional
         Class or function that makes the component from the parameters in the config; docs/own-components.md lists the
         arguments of each kind. Without it, a decorator is returned.
@@ -92,17 +92,17 @@ def register(kind: str, name: str, component: Component | None = None) -> Any:
     >>> volseg.experiment.REGISTRIES["schedule"].forget("half")
     """
     if kind not in REGISTRIES:
-        raise ConfigError(f"volseg.register takes one of {', '.join(REGISTRIES)}; {did_you_mean(kind, REGISTRIES)}")
+        raise ConfigError(f"volseg.register expects one of {', '.join(REGISTRIES)}; {did_you_mean(kind, REGISTRIES)}")
     if component is None:
         return lambda decorated: register(kind, name, decorated)
     if kind == "reader" and not (name.startswith(".") and name == name.lower()):
-        raise ConfigError(f"a reader is registered by the suffix of its files in lower case, .npz, got {name!r}")
+        raise ConfigError(f"a reader's name must be the suffix of its files in lower case, such as .npz, got {name!r}")
     REGISTRIES[kind].register(name, component, _running[-1] if _running else None)
     return component
 
 
 def load_components(files: str | Path | Sequence[str | Path]) -> None:
-    """Run files of Python that register components, each once in a process.
+    """Run Python files that register components, each once per process.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def load_components(files: str | Path | Sequence[str | Path]) -> None:
         try:
             content = path.read_bytes()
         except OSError as fault:
-            raise ConfigError(f"--components {path} cannot be read: {fault.strerror}; name a file of Python") from fault
+            raise ConfigError(f"--components {path} cannot be read: {fault.strerror}; name a Python file") from fault
         source = Source(file=str(path.resolve()), sha256=hashlib.sha256(content).hexdigest())
         known = _files.get(path.resolve())
         if known is None:
@@ -147,8 +147,8 @@ def components_arguments() -> list[str]:
             source = registry.get_source(name)
             if source is not None and source.module is not None:
                 raise ConfigError(
-                    f"{kind} {name!r} was registered by {source}, and processes that this one starts cannot know it; "
-                    "put it into a file, and name that by --components FILE or volseg.load_components"
+                    f"{kind} {name!r} was registered by {source}, which the processes of this job do not run; "
+                    "put it into a file, and load that with --components FILE or volseg.load_components"
                 )
     return [argument for path in _files for argument in ("--components", str(path))]
 
@@ -162,7 +162,7 @@ def list_components(kind: str | None = None) -> list[str]:
         For an unknown kind.
     """
     if kind is not None and kind not in REGISTRIES:
-        raise ConfigError(f"no kind of component is called {kind!r}; {did_you_mean(kind, REGISTRIES)}")
+        raise ConfigError(f"unknown kind of component {kind!r}; {did_you_mean(kind, REGISTRIES)}")
     return [
         f"{one:<13} {name:<32} {registry.get_source(name) or 'built in'}"
         for one, registry in REGISTRIES.items()
@@ -189,7 +189,7 @@ def _run_as(source: Source, path: Path, content: bytes) -> None:
 def _run(path: Path, content: bytes) -> None:
     """Run a file's content as a separate module, which pickles and tracebacks can name.
 
-    It is not imported by torch or Python: an import may use a stale cache, but the recorded checksum must be that of
+    The content is executed, not imported: an import may use a stale cache, but the recorded checksum must be that of
     the executed bytes.
     """
     module = ModuleType(f"volseg_components_{hashlib.sha256(content).hexdigest()[:12]}")
@@ -197,7 +197,7 @@ def _run(path: Path, content: bytes) -> None:
     setattr(module, EXECUTED, content)
     sys.modules[module.__name__] = module
     try:
-        exec(compile(content, str(path), "exec"), module.__dict__)  # noqa: S102 - what the command line names is run
+        exec(compile(content, str(path), "exec"), module.__dict__)  # noqa: S102 - the command line names the file
     except VolsegError as fault:
         raise ConfigError(f"--components {path}{_line_of(fault, path)}: {fault}") from fault
     except Exception as fault:  # any error of the user's code

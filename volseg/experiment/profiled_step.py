@@ -64,7 +64,7 @@ class WatchedSteps:
     watched_seconds: float = 0.0
     """Duration of a step under the profiler."""
     batch_seconds: float = 0.0
-    """Time of a step that the training waits for its batch."""
+    """Time per step that the training waits for its batch."""
     events: Sequence[Mapping[str, Any]] = field(default_factory=list)
     """Events of the trace."""
     file: bytes = b""
@@ -173,7 +173,7 @@ class _Batches:
 
 
 class _Watching(Hook):
-    """Times steps, then profiles as many steps."""
+    """Time steps, then profile as many steps."""
 
     def __init__(self, devices: set[torch.device], steps: int, accumulate: int, watch: PlaceWatch | None) -> None:
         self._devices, self._steps, self._accumulate, self._watch = devices, steps, accumulate, watch
@@ -227,7 +227,7 @@ class _Watching(Hook):
         if self._watch is not None:
             self._around.enter_context(self._watch.watching())
         with warnings.catch_warnings():
-            # There is one cycle; torch 2.11 warns that it discards others. Keeping them (acc_events) is no remedy:
+            # There is one cycle; torch 2.11 warns that it discards others. Keeping them (acc_events) does not help:
             # torch then sorts all events into a tree, which takes a minute for ten steps of a V-Net.
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
             self._profiler = self._around.enter_context(profile(activities=activities))

@@ -51,9 +51,9 @@ from volseg.workflow.precision import Precision, choose_dtype, deterministic
 
 TRACE, TABLE = "trace.json.gz", "profile.json"
 
-CPU_HAS_NO_BOUNDS = "work and bounds are not known on a CPU; volseg profile --gpu h200 tells those of a GPU without one"
+CPU_HAS_NO_BOUNDS = "work and bounds are unknown on a CPU; volseg profile --gpu h200 estimates them for a GPU"
 
-BY_STRATEGY = "its strategy records in parts, or not at all"
+BY_STRATEGY = "its strategy records the step in parts, or not at all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def profile_training(
     config : ExperimentConfig
         Config of the training.
     steps : int
-        Profiled steps, after as many timed ones.
+        Profiled steps, after as many timed steps.
     gpu : str, optional
         A kind of GPU to estimate the step for; by default the step runs on this machine.
     num_gpus : int, optional
@@ -125,7 +125,7 @@ def profile_training(
         raise ConfigError(f"a profile needs at least one step, got {steps}")
     if config.training.kernels in UNSETTLED_KERNELS:
         raise ConfigError(
-            f"training.kernels is {config.training.kernels}, and a compiled kernel belongs to no layer of the network; "
+            f"training.kernels is {config.training.kernels}, but a compiled kernel does not belong to one layer; "
             "profile with --set training.kernels=fast or torch"
         )
     check_components(config)
@@ -134,7 +134,7 @@ def profile_training(
         return _forecast(config, facts, resolve_machine(num_gpus=num_gpus or config.parallel.num_gpus, kind=gpu))
     if num_gpus is not None:
         raise ConfigError(
-            "--gpus says how many GPUs are forecast, which --gpu KIND names; leave one out or add the other"
+            "--gpus is the number of GPUs to estimate for, and needs --gpu KIND; add --gpu, or leave out --gpus"
         )
     planned = plan_for_spacing(config, facts.spacing).complete(config)
     with deterministic(config.training.deterministic), explaining_memory(planned):
@@ -179,7 +179,7 @@ def _forecast(config: ExperimentConfig, facts: DataFacts, machine: Machine) -> P
         for links in (machine.links, free)
     )
     kernels, peaks = as_kernels(followed.work), compute_peaks(gpu, dtype)
-    notes = ["no kernel ran: times are by the table of measured kernels, each by itself, and steps by their sum"]
+    notes = ["no kernel ran: kernel times are from the table of measured kernels, and step times are their sums"]
     if not machine.gpu.is_measured:
         notes.append(f"times follow from published rates of {gpu.name}: volseg has no measurements of it")
     return _put_together(
@@ -254,8 +254,8 @@ def _follow_here(config: ExperimentConfig, facts: DataFacts) -> tuple[_Followed 
         machine = resolve_machine(here=True)
         return _follow(config, facts, machine, count_launched()), machine, []
     except VolsegError as fault:
-        missing = "how fast this GPU can be" if machine is None else "what the layers compute and move"
-        return None, machine, [f"{missing} is not known: {fault}"]
+        missing = "the peak rates of this GPU" if machine is None else "the work of each layer"
+        return None, machine, [f"could not determine {missing}: {fault}"]
 
 
 def watch_replays(built: BuiltTraining, steps: int) -> tuple[WatchedSteps, list[TimedKernel], float, dict[str, str]]:

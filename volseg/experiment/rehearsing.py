@@ -1,8 +1,8 @@
 """Run a network and its losses once on tiny inputs, before a run folder is created.
 
 Requirements of a network beyond its parameters (a package that MONAI imports late, a size, an output for each label)
-show only when it runs. On meta tensors a run costs no memory and a tenth of a second. A network that reads values,
-which meta tensors lack, runs on the smallest volume that it takes.
+appear only when it runs. On meta tensors a run costs no memory and a tenth of a second. A network that reads values,
+which meta tensors lack, runs on the smallest volume that it supports.
 """
 
 import logging
@@ -67,14 +67,14 @@ def rehearse_network(network: FitGrid, config: ExperimentConfig, task: Task) -> 
     try:
         made = Named(lambda _: output, ["image"], config.network.outputs)({"image": None})
     except VolsegError as fault:
-        raise ConfigError(f"network {name}: {fault}; network.outputs names what it returns") from fault
+        raise ConfigError(f"network {name}: {fault}; network.outputs must name its outputs") from fault
     heads = list(made["logits"]) if isinstance(made["logits"], list | tuple) else [made["logits"]]
     came = [tuple(head.shape) if isinstance(head, Tensor) else type(head).__name__ for head in heads]
     wanted = (shape[0], task.num_outputs, *shape[2:])
     if came[:1] != [wanted] or any(len(head) != 5 or head[1] != wanted[1] for head in came):
         raise ConfigError(
-            f"network {name} must return logits (B, K, D, H, W) = {wanted} for an image of {shape}, K being the "
-            f"task's {task.num_outputs} labels, got {came}; a network of several outputs names them in network.outputs"
+            f"network {name} must return logits (B, K, D, H, W) = {wanted} for an image of {shape}, with K = "
+            f"{task.num_outputs} for the task's labels, got {came}; name further outputs in network.outputs"
         )
     return made
 
@@ -125,7 +125,7 @@ def rehearse_losses(
     Raises
     ------
     ConfigError
-        If a loss raises an error or returns no number, with its message, or is no such mean.
+        If a loss raises an error (the message includes it), does not return a number, or is not such a mean.
     """
     generator, targets = torch.Generator().manual_seed(0), objective.targets
     logits = made["logits"][0] if isinstance(made["logits"], list | tuple) else made["logits"]
@@ -146,10 +146,10 @@ def rehearse_losses(
             if isinstance(fault, VolsegError) and not isinstance(fault, ValueError | KeyError):
                 raise
             given = {name: describe_value(fields[name]) for name in loss.inputs}
-            raise ConfigError(f"loss {loss.title} cannot be computed of {given}: {_tell(fault)}") from fault
+            raise ConfigError(f"loss {loss.title} cannot be computed from {given}: {_tell(fault)}") from fault
         for value in values.values():
             if not (isinstance(value, Tensor) and value.ndim == 0):
-                raise ConfigError(f"loss {loss.title} must give one number, got {describe_value(value)}")
+                raise ConfigError(f"loss {loss.title} must return one number, got {describe_value(value)}")
         if is_shared:
             require_mean(loss, fields, SAMPLES)
 
@@ -177,6 +177,6 @@ def require_window(network: FitGrid, config: ExperimentConfig) -> None:
     rule, window = network.rule, config.inference.window
     if rule.fixed and any(side > most for side, most in zip(window or (math.inf,) * 3, rule.minimum, strict=True)):
         raise ConfigError(
-            f"network {config.network.name} takes volumes of {rule.minimum} voxels only; set inference.window to "
+            f"network {config.network.name} supports only volumes of {rule.minimum} voxels; set inference.window to "
             f"{list(rule.minimum)}, got {window and list(window)}"
         )

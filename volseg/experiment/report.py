@@ -53,13 +53,13 @@ class Outcome:
     seconds: float
     """Duration from the start of `train` to the last prediction."""
     remarks: Sequence[Remark] = ()
-    """Remarks on cases to look at."""
+    """Remarks on cases to check."""
     patients: PatientReport = field(default_factory=PatientReport)
     """Number of patients, and whether a patient both trains and validates."""
     memory: str | None = None
     """GPU memory of the first steps, and its estimate; None without GPUs."""
     replanned: str | None = None
-    """Failure for lack of memory, and the settings of the training since then."""
+    """Out-of-memory failure, and the settings of the training since then."""
 
 
 def list_findings(
@@ -97,15 +97,15 @@ def write_outcome(outcome: Outcome, cases: Sequence[Case], channel: int) -> None
 
 
 def write_page(folder: RunFolder, kind: type[BaseException] | None) -> None:
-    """Write the page about a run that ended with an exception of a ``kind``, or without."""
+    """Write the page about a run that ended with an exception of a ``kind``, or without an exception."""
     stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit | StopRequested)
     state = "finished" if kind is None else "interrupted" if stopped else "failed"
-    again = f"{NAME} was not written, `volseg report {quote(str(folder.path))}` tries again"
+    again = f"{NAME} was not written; try `volseg report {quote(str(folder.path))}`"
     attempt(again, lambda: write_report(folder.path, state=state))
 
 
 def attempt(otherwise: str, write: Callable[[], object]) -> None:
-    """Write a file for readers, or log why not: its failure must not fail a finished training."""
+    """Write an optional file, or log the error: it must not fail a finished training."""
     try:
         write()
     except Exception as fault:  # any error: the weights are saved, and the caller has them
@@ -165,7 +165,7 @@ def draw_overlays(folder: RunFolder, task: Task, cases: Sequence[Case], *, chann
         Task of the run.
     cases : sequence of Case
         Validated cases: prepared cases of this process, or cases with the paths of image and label, which are read
-        again. Of several cases with one id the last counts.
+        again. If an id occurs twice, the last case is used.
     channel : int
         Channel of the images to draw.
     """
@@ -178,7 +178,7 @@ def draw_overlays(folder: RunFolder, task: Task, cases: Sequence[Case], *, chann
     by_name = {case["case"]: case for case in cases}
     worst, best = choose_extremes(scores.cases)
     draw = partial(_draw, folder, task, target, channel)
-    # By two threads: compressing a picture, and most of drawing it, releases Python's lock.
+    # In two threads: compressing a picture, and most of drawing it, releases Python's lock.
     drawn = map_in_threads(draw, [by_name[judged.name] for judged in (*worst, *best)], THREADS)
     return [file for file in drawn if file is not None]
 

@@ -1,4 +1,4 @@
-"""Search for values of a config: every trial is an ordinary run, and all trials are one study of Optuna.
+"""Search for values of a config: every trial is an ordinary run, and all trials form one Optuna study.
 
 ::
 
@@ -74,7 +74,7 @@ PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "none
 """Names of ``--pruner``, and Optuna's names."""
 
 LOST_SECONDS = 600.0
-"""Seconds without a sign after which a trial of another machine is taken over."""
+"""Seconds without a heartbeat after which a trial of another machine is taken over."""
 
 LOOK_SECONDS = 1.0
 """Seconds between two reads of a trial's history."""
@@ -102,14 +102,14 @@ def search(
     minimize: bool = False,
     pruner: str = "median",
 ) -> SearchRecord:
-    """Train a config repeatedly with other values to find the best ones; return all trials.
+    """Train a config repeatedly with different values to find the best ones; return all trials.
 
     An existing search is continued: unfinished trials are resumed. Machines that share the folder share the trials.
 
     Parameters
     ----------
     config : path
-        YAML file, read once; its ``output``, by default ``runs/NAME``, holds the trials.
+        YAML file, read once; its ``output``, by default ``runs/NAME``, contains the trials.
     over : path
         YAML file of the values to try; see `read_space`.
     overrides : sequence of str
@@ -145,7 +145,7 @@ def search(
     base = load()
     require_own_folder(base, "search", "run the same command once per machine")
     if pruner not in PRUNERS:
-        raise ConfigError(f"no pruner is called {pruner!r}; {did_you_mean(pruner, PRUNERS)}")
+        raise ConfigError(f"unknown pruner {pruner!r}; {did_you_mean(pruner, PRUNERS)}")
     task = load_task(base.data.root, require_files=False)
     _require_metric(metric, base, task)
     for setting in list_samples(space):
@@ -186,7 +186,7 @@ def _require_metric(metric: str, config: ExperimentConfig, task: Task) -> None:
             "training.validate_every to a number"
         )
     if metric not in (known := list_scores(config, task)):
-        raise ConfigError(f"no validation gives the metric {metric!r}; {did_you_mean(metric, known)}")
+        raise ConfigError(f"validations do not compute the metric {metric!r}; {did_you_mean(metric, known)}")
 
 
 class _Study:
@@ -226,7 +226,7 @@ class _Study:
         folder.mkdir(parents=True, exist_ok=True)
         journal = optuna.storages.journal
         # Optuna's lock is a link to its file. It outlives a killed process, and Optuna takes it over after 30 s without
-        # a change of the file; if the link leads nowhere (no file, or a relative path) Optuna waits for ever.
+        # a change of the file; if the link leads nowhere (no file, or a relative path) Optuna waits forever.
         self._taking, lines = (folder.absolute() / name for name in ("taking", JOURNAL))
         self._taking.touch()
         self._lock = journal.JournalFileSymlinkLock(str(self._taking))
@@ -263,7 +263,7 @@ class _Study:
         """Keep other processes and machines from taking trials."""
         self._lock.acquire()
         try:
-            self._taking.touch()  # others wait anew
+            self._taking.touch()  # restarts the waiting time of others
             yield
         finally:
             self._lock.release()
@@ -287,7 +287,7 @@ class _Study:
             except VolsegError as fault:  # values that do not fit together
                 self._fail(trial, str(fault))
                 continue
-            how = "goes on with " if RunFolder(folder).exists else ""
+            how = "continues with " if RunFolder(folder).exists else ""
             logger.info("trial %d: %s%s", trial.number, how, " ".join(settings))
             yield PlannedTrial(name=f"trial {trial.number}", config=config, trial=trial)
 
@@ -320,7 +320,7 @@ class _Study:
         return kinds.FloatDistribution(values.low, values.high, log=values.log, step=values.step)
 
     def _is_abandoned(self, frozen: Any) -> bool:
-        """Return whether nobody trains a trial any more: its search has ended, or was not heard of for long."""
+        """Return whether no process trains a trial any more: its search has ended, or has been silent for too long."""
         if frozen.number in self._own:
             return False
         owner = frozen.user_attrs.get("owner")
@@ -342,7 +342,7 @@ class _Study:
         self._next_look[run.name] = time.monotonic() + LOOK_SECONDS
         for epoch, value in self._list_new(run):
             run.trial.report(value, epoch)
-            # Before the next one: Optuna compares trials at the epoch that was reported last.
+            # Before the next report: Optuna compares trials at the epoch that was reported last.
             if epoch < run.config.training.epochs and run.trial.should_prune():
                 logger.info("%s: pruned after epoch %d, %s %.4f", run.name, epoch, self.terms["metric"], value)
                 self._pruned.add(run.name)
@@ -356,7 +356,7 @@ class _Study:
         return [(line.epoch, line.scalars[tag]) for line in lines if line.epoch not in known]
 
     def finish(self, run: PlannedTrial, worker: Worker) -> None:
-        """Tell Optuna how a trial ended."""
+        """Report the end of a trial to Optuna."""
         for epoch, value in self._list_new(run):
             run.trial.report(value, epoch)
         frozen = self._list()[run.trial.number]

@@ -1,7 +1,7 @@
-"""Several runs of one config, each in its own folder: the folds of a cross-validation, the trials of a search.
+"""Train several runs of one config, each in its own folder: the folds of a cross-validation, the trials of a search.
 
 Each process that trains is a plain ``volseg train`` that sees one GPU and knows nothing of the others. A failed run
-does not affect the rest. Why not torch's launcher: its processes are one job, which ends when one of them fails.
+does not affect the rest. Torch's launcher would not do: its processes are one job, which ends when one of them fails.
 
 Only the folders of the runs record progress. So a cross-validation can be stopped at any time, its folds can be trained
 on several machines, or one fold by `volseg train`.
@@ -59,7 +59,7 @@ def require_own_folder(config: ExperimentConfig, what: str, otherwise: str) -> N
     Parameters
     ----------
     config : ExperimentConfig
-        Its folder will hold the folders of the runs.
+        Its folder will contain the folders of the runs.
     what, otherwise : str
         Name of the work, and advice for a launched process, for messages.
 
@@ -71,9 +71,7 @@ def require_own_folder(config: ExperimentConfig, what: str, otherwise: str) -> N
     if is_launched():
         raise ConfigError(f"a {what} starts its own processes (--gpus) and cannot run under torchrun; {otherwise}")
     if RunFolder(config.folder).exists:
-        raise ConfigError(
-            f"{config.folder} holds a run of one training; choose another folder for the {what} by --output"
-        )
+        raise ConfigError(f"{config.folder} contains a single run; choose another folder for the {what} with --output")
 
 
 def train_each(
@@ -93,7 +91,7 @@ def train_each(
     gpus
         See `choose_gpus`.
     on_end
-        Called with a run and its worker after the worker has ended by itself, not after a signal.
+        Called with a run and its worker after the worker has ended on its own, not after a signal.
     watch
         Called repeatedly with each run in training.
     """
@@ -189,8 +187,8 @@ class Fold(PlannedRun):
         missing = set() if self.config.data.skip_bad else expected - found
         if wrong := sorted(found - expected | missing):
             raise DataError(
-                f"{path} holds {len(found)} cases where fold {self.number} validates {len(expected)}; the first that "
-                f"is in one of them only is {wrong[0]}. Write it again: volseg validate {self.folder.path}"
+                f"{path} has {len(found)} cases, but fold {self.number} validates {len(expected)}; the first "
+                f"difference is {wrong[0]}. Write it again: volseg validate {self.folder.path} --overwrite"
             )
 
 
@@ -205,7 +203,7 @@ def plan_folds(config: ExperimentConfig, task: Task) -> list[Fold]:
     """
     wanted = config.split
     if wanted.validation == "none":
-        raise ConfigError("a cross-validation needs cases to validate on; split.validation is none, set it to fold")
+        raise ConfigError("a cross-validation needs cases to validate on, but split.validation is none; set it to fold")
     given = list_given_splits(config, task)
     count = wanted.num_folds if given is None else len(given)
     plan = []
@@ -227,8 +225,8 @@ def _require_disjoint(plan: Sequence[Fold]) -> None:
         for case in fold.split.validation:
             if case in validated_in:
                 raise ConfigError(
-                    f"{case} validates in folds {validated_in[case]} and {fold.number} of {source}; "
-                    "a cross-validation predicts each case once"
+                    f"{case} is a validation case of folds {validated_in[case]} and {fold.number} of {source}, but "
+                    "a cross-validation predicts each case once; remove it from one"
                 )
             validated_in[case] = fold.number
 
@@ -250,8 +248,8 @@ def load_final_state(folder: RunFolder, config: ExperimentConfig) -> TrainingSta
     epochs, patience = config.training.epochs, config.training.patience
     if state.epoch > epochs:
         raise ConfigError(
-            f"{config.folder} was trained for {state.epoch} epochs, the cross-validation's config asks for {epochs}: "
-            "its folds would not be of one experiment. Move that folder away, or choose another --output"
+            f"{config.folder} was trained for {state.epoch} epochs, but the cross-validation's config has {epochs}; "
+            "all folds need the same number. Move this folder away, or choose another --output"
         )
     has_ended = state.epoch == epochs or (patience is not None and Patience(patience).has_run_out(state.history))
     return state if has_ended else None

@@ -27,7 +27,7 @@ START = "start.json"
 
 
 class Start:
-    """Load the weights of ``training.start_from`` into a network; called with it.
+    """Load the weights of ``training.start_from`` into the network that is passed to a call.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class Start:
         if same_task and is_main_process() and (seen := self._find_seen(chosen)):
             logger.warning(
                 "%s was trained on %d of this run's %d validation cases or on other cases of their patients, first "
-                "%s: their scores will be too good",
+                "%s: their scores will be too high",
                 path,
                 len(seen),
                 len(chosen.split.validation),
@@ -62,8 +62,8 @@ class Start:
         before = self.task.modalities if self.weights.task is None else self.weights.task.modalities
         if before != self.task.modalities and is_main_process():
             logger.warning(
-                "%s was trained on the channels %s, in this order, but this run has %s: the weights of one channel "
-                "are applied to another",
+                "%s was trained on the channels %s, in this order, but this run has %s, so the weights of one "
+                "channel are applied to another",
                 path,
                 ", ".join(before),
                 ", ".join(self.task.modalities),
@@ -117,7 +117,7 @@ class Start:
     def as_json(self) -> dict[str, Any]:
         """Return the loaded and the skipped weights, by name."""
         transfer = self._done
-        assert transfer is not None, "asked before a network was given its weights"
+        assert transfer is not None, "called before the weights were loaded"
         return {"file": str(self.weights.file), "digest": self.weights.digest, **asdict(transfer)}
 
     def _describe(self, transfer: WeightTransfer, network: FitGrid) -> str:
@@ -126,7 +126,7 @@ class Start:
         taken = sizes.keys() & transfer.taken
         share = sum(sizes[name] for name in taken) / sum(sizes.values())
         told = (
-            f"begun with {self.weights.file}: {len(taken)} of {len(sizes)} parameters taken, "
+            f"started from {self.weights.file}: {len(taken)} of {len(sizes)} parameters loaded, "
             f"{math.floor(1000 * share) / 10:.1f}% of all weights"
         )
         parts = {"adapted": transfer.adapted, "new": transfer.new, "left out": transfer.left}

@@ -55,8 +55,8 @@ def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks:
     config : ExperimentConfig or path
         Config of the experiment, from `volseg.load_config`, or its YAML file.
     resume : bool
-        Resume from the run folder's newest checkpoint; without one, start anew. Restarted processes of a launcher
-        always do so.
+        Resume from the run folder's newest checkpoint; without one, start from the beginning. Processes that
+        a launcher restarts always resume.
     hooks : sequence of Hook
         Called after the framework's own hooks.
 
@@ -76,13 +76,13 @@ def train(config: ExperimentConfig | str | Path, *, resume: bool = False, hooks:
     with deterministic(config.training.deterministic):
         with signs.span("start"):
             check_components(config)
-            # Now: preparing the cases of a large task takes hours before the first number. Only the leader has loggers.
+            # Built first: preparing a large task takes hours before the first log entry. Only the leader has loggers.
             named = config.logging.loggers if is_main_process() else ()
             loggers = [build_logger(logger.spec()) for logger in named]
         replanning = Replanning(config)
         with suppress(BeginAgain):
             return _train(config, resume, hooks, loggers, replanning, signs)
-        free_memory()  # here, without a traceback that holds the model
+        free_memory()  # here, where no traceback refers to the model any more
         return _train(config, True, hooks, loggers, replanning, signs)
 
 
@@ -95,7 +95,7 @@ def _train(
     signs: Heartbeat,
 ) -> Outcome:
     """Start the training, or resume it from its last checkpoint, and return its results."""
-    report_progress("start")  # the last step of an earlier attempt is not a step of this one
+    report_progress("start")  # forget the last step of an earlier attempt
     with (
         replanning.heeding(),
         ExitStack() as held,
@@ -128,7 +128,7 @@ class _Run:
     model: nn.Module
     reading: CaseReading
     held_out: PreparedCases
-    """Validation cases; the batches hold the training cases."""
+    """Validation cases; the batches have the training cases."""
     training: Training
     memory: FirstSteps
     log: TrainingLog
@@ -191,7 +191,7 @@ class _Run:
         return config
 
     def _make_batches(self, config: ExperimentConfig, mesh: TrainingMesh) -> EpochBatches:
-        """Return the batches. On a GPU they copy the training cases, which no other object holds afterwards."""
+        """Return the batches. On a GPU they copy the training cases, which no other object keeps afterwards."""
         with self.signs.span("preparing"):
             prepared = self.reading.prepare(self.chosen)
         meter = GpuMeter()

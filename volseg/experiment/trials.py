@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) -> str:
-    """Make data, train, validate on unseen cases, and predict cases without labels.
+    """Generate data, train, validate on unseen cases, and predict cases without labels.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def quickstart(output: str | Path | None = None, overrides: Sequence[str] = ()) 
 
 
 SMALLEST = 16
-"""Voxels along each side, if the network takes so few."""
+"""Voxels along each side, if the network supports so few."""
 
 PLANES = 4
 """Planes of each shard along D, at the finest level."""
@@ -85,10 +85,10 @@ def verify(
     config : ExperimentConfig or path
         Config of the network, with the channels and classes of its task.
     num_devices : int
-        Number of shards, or of stages at most. GPUs if that many are visible; otherwise one GPU acts for all of them,
-        or copies on the CPU, which shows the same errors.
+        Number of shards, or of stages at most. GPUs if that many are visible; otherwise one GPU replaces all of them,
+        or the CPU does, which shows the same errors.
     shape : sequence of int, optional
-        D, H, W of the volume; by default a small one that the network takes, no larger than the training patch.
+        D, H, W of the volume; by default a small one that the network supports, no larger than the training patch.
     strategy : str, optional
         Strategy; by default the config's, or spatial.
 
@@ -97,7 +97,7 @@ def verify(
     ConfigError, DataError
         If the network cannot be built, or there is no task.
     GridError, ParallelError
-        If the plain network does not take the shape, or the network cannot be cut over the devices.
+        If the plain network does not support the shape, or the network cannot be cut over the devices.
     UnsupportedOperatorError
         If the network uses a function without a sharded form; names the function and the module.
     """
@@ -121,7 +121,7 @@ def verify(
 
 
 def _small(rule: GridRule, patch: Sequence[int], shards: int) -> tuple[int, int, int]:
-    """Return sides that take only seconds: the check uses float64, on a CPU too, and some thirty steps."""
+    """Return sides that need only seconds: the check uses float64, on a CPU too, and some thirty steps."""
     wanted = (max(SMALLEST, PLANES * shards), SMALLEST, SMALLEST)
     d, h, w = (min(side, max(least, small)) for side, least, small in zip(patch, rule.minimum, wanted, strict=True))
     return rule.sides((d, h, w))

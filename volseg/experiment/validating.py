@@ -47,7 +47,7 @@ BEING_MADE = ".being_made"
 """Subfolder of a validation during its computation; it remains after an interruption."""
 
 COUNTS = ("inference", "training.precision", "metrics", "evaluation")
-"""Those of the keys that change the numbers by more than round-off."""
+"""The keys that change scores by more than round-off."""
 
 
 def validate(
@@ -93,7 +93,7 @@ def validate(
     with only_process_in(target), explaining_memory(trained.config):
         _require_new(target, overwrite=overwrite, is_named=output is not None)
         validated = _validate(trained, chosen, target)
-    logger.info("%s holds the label maps and summary.json", target)
+    logger.info("label maps and summary.json are in %s", target)
     return validated
 
 
@@ -108,7 +108,7 @@ def validate_folds(
     """Validate each finished fold of a cross-validation on its own cases, and summarise all of them.
 
     The results of a fold go to its run folder, or to ``OUTPUT/fold_K``. The summary of all folds goes to a folder of
-    the same name beside the folds, or to ``OUTPUT``. The parameters are those of `validate`.
+    the same name next to the folds, or to ``OUTPUT``. The parameters are those of `validate`.
 
     Raises
     ------
@@ -129,7 +129,7 @@ def validate_folds(
         evaluated.extend(map(read_evaluated, validated.summary["metric_per_case"]))
     summary, task = summarise(evaluated), folds[0].task()
     full = complete_summary(summary, build_scoring(folds[0].config(overrides), task), task.structures)
-    logger.info("%s holds all of them", write_summary(full, target / SUMMARY))
+    logger.info("the summary of all folds is %s", write_summary(full, target / SUMMARY))
     return summary, task
 
 
@@ -163,7 +163,7 @@ def _require_new(target: Path, *, overwrite: bool, is_named: bool) -> None:
     there = [target / SUMMARY] if (target / SUMMARY).exists() else []
     there += sorted(target.glob("*.nii.gz"))[:1] if is_named else []
     if there and not overwrite:
-        raise ConfigError(f"{there[0]} exists; use --overwrite to replace it, or name another folder by --output")
+        raise ConfigError(f"{there[0]} exists; use --overwrite to replace it, or name another folder with --output")
 
 
 def choose_validated(folder: RunFolder, config: ExperimentConfig) -> ChosenCases:
@@ -181,20 +181,20 @@ def choose_validated(folder: RunFolder, config: ExperimentConfig) -> ChosenCases
         )
     if not root.exists():
         raise DataError(
-            f"{root}, the task of {folder.path}, does not exist; put it back, or name its new place by "
-            f"--set data.root=FOLDER, or for good as data.root into {folder.config_file}"
+            f"{root}, the data set of {folder.path}, does not exist; restore it, or name its new path with "
+            f"--set data.root=FOLDER, or permanently as data.root in {folder.config_file}"
         )
     task = read_task(config)
     require_same_task(folder, task)
     by_id = {case["case"]: case for case in task.training}
     if gone := sorted(set(split.validation) - by_id.keys()):
-        raise DataError(f"{root} no longer holds {gone[0]} and {len(gone) - 1} more validation case(s)")
+        raise DataError(f"{root} no longer contains {gone[0]} and {len(gone) - 1} more validation case(s)")
     validation = add_stage(config, [by_id[name] for name in split.validation])
     return ChosenCases(task=task, split=split, training=(), validation=validation)
 
 
 def _validate(trained: Trained, chosen: ChosenCases, target: Path) -> Validated:
-    """Validate in a subfolder, and replace the old validation at the end: an interruption leaves the old one whole."""
+    """Validate in a subfolder, and replace the old validation at the end: an interruption leaves the old one intact."""
     made = target / BEING_MADE
     shutil.rmtree(made, ignore_errors=True)
     config, preprocessing = trained.config, preprocessing_of(trained.config)
@@ -238,7 +238,7 @@ def determine_postprocessing(source: str | Path) -> MeasuredPostprocessing:
     runs = require_runs(source)
     judged = [case for run in runs for case in _list_judged(run)]
     if doubled := list_duplicates(case.case for case in judged):
-        raise DataError(f"{doubled[0]} validates in two folds of {source}; it would count twice")
+        raise DataError(f"{doubled[0]} is a validation case of two folds of {source} and would count twice")
     task = runs[0].task()
     for run in runs[1:]:
         require_same_task(run, task)
@@ -273,12 +273,12 @@ def apply_postprocessing(
     source, folder, output = Path(source), Path(folder), Path(output)
     order = Postprocessing.load(RunFolder(source).postprocessing_file if source.is_dir() else source)
     if folder.resolve() == output.resolve():
-        raise ConfigError(f"{output} holds the label maps as they are; name another folder by --output")
+        raise ConfigError(f"{output} contains the original label maps; name another folder with --output")
     files = list_images(folder) if folder.is_dir() else []
     if not files:
         raise DataError(f"{folder} is not a folder of label maps; name the one that `volseg predict` wrote")
     if doubled := list_duplicates(stem(file) for file in files):
-        raise DataError(f"two label maps of {folder} would be written as {doubled[0]}.nii.gz; put them apart")
+        raise DataError(f"two label maps of {folder} would be written as {doubled[0]}.nii.gz; rename one")
     require_new(*(output / f"{stem(file)}.nii.gz" for file in files), overwrite=overwrite)
     written = []
     with count_up(len(files), "postprocessing") as count:
@@ -297,7 +297,7 @@ def _list_judged(run: RunFolder) -> list[Judged]:
     """Return the predictions of a run's validation cases, with their labels."""
     config, wanted = run.config(), run.split().validation
     if not wanted:
-        raise DataError(f"{run.path} was trained on every case (split.validation: none), and nothing can be measured")
+        raise DataError(f"{run.path} was trained on every case (split.validation: none), so nothing can be measured")
     task = load_task(config.data.root, require_files=False)
     require_same_task(run, task)
     cases = {case["case"]: case for case in task.training}
@@ -311,5 +311,5 @@ def _list_judged(run: RunFolder) -> list[Judged]:
             )
         elif not config.data.skip_bad:
             missing = prediction if name in cases else f"{name} in {config.data.root}"
-            raise DataError(f"{run.path} lacks {missing}; write its predictions again: volseg validate {run.path}")
+            raise DataError(f"{run.path} lacks {missing}; write it again: volseg validate {run.path} --overwrite")
     return judged

@@ -39,7 +39,7 @@ class EpochLosses:
     Parameters
     ----------
     names : sequence of str
-        Of the losses.
+        Names of the losses.
     epoch : int
         Number of the epoch, from 0; messages count from 1.
     losses : iterable of mapping
@@ -125,8 +125,8 @@ class EpochLosses:
             cases = ", ".join(self._gather(self.cases[number])) or "(the batch has no field `case`)"
             raise NonFiniteLossError(
                 f"the loss is not finite in epoch {self.epoch + 1}, batch {number + 1}: {values}; cases: {cases}. "
-                "Look at the images of these cases first (`volseg data check` names NaN and huge values), then lower "
-                "the learning rate or set training.clip; the checkpoints are untouched"
+                "Check the images of these cases first (`volseg data check` finds NaN and huge values), then lower "
+                "the learning rate or set training.clip. The checkpoints are unaffected"
             )
 
 
@@ -134,7 +134,7 @@ class EpochLosses:
 
 
 class EpochClock:
-    """Seconds that an epoch has taken so far.
+    """Elapsed seconds of an epoch.
 
     Call `count` before reading within an epoch, for a checkpoint or after an error: ``waited`` must never exceed
     ``seconds``.
@@ -173,7 +173,7 @@ _listening: list["Interruption"] = []
 """Active `catch_signals` contexts, the innermost last; global, as signals belong to the process."""
 
 
-class StopRequested(Exception):  # noqa: N818  (no error: the work can be repeated)
+class StopRequested(Exception):  # noqa: N818  (not an error: the work can be repeated)
     """A signal arrived during a long task, such as a validation, that a resumed training repeats."""
 
 

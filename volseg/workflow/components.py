@@ -39,21 +39,21 @@ entropy always uses a softmax."""
 
 OVERLAPS = ("DiceMetric", "GeneralizedDiceScore", "MeanIoU")
 DISTANCES = ("HausdorffDistanceMetric", "SurfaceDiceMetric", "SurfaceDistanceMetric")
-"""Metrics in mm; they take the spacing."""
+"""Metrics in mm, which need the spacing."""
 
 OTHER_LOOPS = ("LBFGS", "Muon", "SparseAdam")
 """Optimizers for closures, for matrices, and for sparse gradients."""
 
 
 def _losses() -> dict[str, Callable[..., Any]]:
-    """Return MONAI's losses that take logits; others (registration, probabilities) would be silently wrong."""
+    """Return MONAI's losses on logits; others (registration, probabilities) would be silently wrong."""
     registry = Registry("loss", _classes(monai.losses, Loss))
     taken = {
         name: loss
         for name, loss in registry.items()
         if (registry.accepts(name, "softmax") or registry.accepts(name, "use_softmax"))
         and loss.__name__ == name  # `dice_ce` and others are aliases
-        and not name.startswith("Masked")  # takes a mask, which no batch has
+        and not name.startswith("Masked")  # needs a mask, which no batch has
     }
     return {**taken, "DiceCELoss": DiceCELoss}
 
@@ -80,9 +80,9 @@ def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, t
     (deep supervision, full resolution first) gets `monai.losses.DeepSupervisionLoss`'s weights. Class weights become a
     tensor.
 
-    If the label maps hold more than one class per value, ``DiceCELoss`` is that of `volseg.losses.known_voxels`. A
-    custom loss with a parameter ``targets`` gets the targets. MONAI's losses of `OVERLAPPING` take regions. Any other
-    loss is refused: its value would be wrong.
+    If the label maps have more than one class per value, ``DiceCELoss`` is that of `volseg.losses.known_voxels`. A
+    custom loss with a parameter ``targets`` gets the targets. MONAI's losses of `OVERLAPPING` support regions. Other
+    losses are refused: their values would be wrong.
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def build_loss(spec: Mapping[str, Any], *, inputs: Iterable[str], output: str, t
         wanted = {key for key in SEGMENTATION if not is_own and LOSSES.accepts(spec["name"], key)}
         loss = LOSSES.build({**{key: SEGMENTATION[key] for key in wanted}, **spec, **weights})
     if not callable(loss):
-        raise ConfigError(f"loss {spec['name']} must make something that can be called, got a {type(loss).__name__}")
+        raise ConfigError(f"loss {spec['name']} must build a callable, got a {type(loss).__name__}")
     return Named(AnyDepth(loss), list(inputs), [output])
 
 
@@ -128,8 +128,8 @@ def _build_for(targets: Targets, spec: Mapping[str, Any]) -> nn.Module:
         kinds = {"regions": targets.regions, "ignored voxels": targets.ignores, "hidden classes": targets.hidden}
         held = ", ".join(kind for kind, is_so in kinds.items() if is_so)
         raise ConfigError(
-            f"loss {name} does not know what the label maps hold ({held}); take DiceCELoss, or one of your own with a "
-            "parameter 'targets' (volseg.losses.Targets)"
+            f"loss {name} does not support label maps with {held}; use DiceCELoss, or your own loss with a parameter "
+            "'targets' (volseg.losses.Targets)"
         )
     # Without include_background the loss would skip its first output, as if it were the background.
     activation = {key: True for key in ("sigmoid", "include_background") if LOSSES.accepts(name, key)}
@@ -174,7 +174,7 @@ def build_metric(
     inputs, output
         Fields of a case, and the name of the metric.
     num_classes : int, optional
-        Number of classes; label maps hold 0 to ``num_classes - 1``.
+        Number of classes; label maps contain 0 to ``num_classes - 1``.
     columns : sequence, optional
         Replaces ``num_classes``: the label values of each column of the one-hot form, either ``(0,)`` first and one
         value each, or the values of each region.
@@ -192,8 +192,8 @@ def build_metric(
     defaults = {"include_background": not has_background} if takes else {}
     if not has_background and takes and not spec.get("include_background", True):
         raise ConfigError(
-            f"metric {spec['name']} leaves the first column out (include_background: false), which is a region and no "
-            "background; leave it out of the config"
+            f"metric {spec['name']} skips the first column (include_background: false), but it is a region, not the "
+            "background; remove include_background from the config"
         )
     metric = OneHot(METRICS.build({**defaults, **spec}), columns)
     return Named(metric, [*inputs, *(["spacing"] if spec["name"] in DISTANCES else [])], [output])
@@ -230,13 +230,13 @@ class AnyDepth(nn.Module):
         self.deep = DeepSupervisionLoss(loss)
 
     def forward(self, logits: Tensor | list[Tensor], *others: Any) -> Tensor:
-        """Return the scalar loss of ``logits`` and a label map, or of other fields that the loss takes."""
+        """Return the scalar loss of ``logits`` and a label map, or of other fields that the loss reads."""
         if not isinstance(logits, list | tuple):
             return self.plain(logits, *others)
         if len(others) != 1:
             raise BatchFieldError(
-                f"{self.__name__} gets {1 + len(others)} fields, but the network gives a list of {len(logits)} volumes "
-                "for the first (deep supervision), which needs one label map; switch that off, or give two"
+                f"{self.__name__} gets {1 + len(others)} fields, but with deep supervision ({len(logits)} volumes of "
+                "logits) a loss needs two, logits and a label map; turn deep supervision off, or pass only these two"
             )
         (label,) = others
         weights = self.deep.get_weights(levels=len(logits))
@@ -253,7 +253,7 @@ class AnyDepth(nn.Module):
 def build_optimizer(
     spec: Mapping[str, Any], network: nn.Module, *, on_gpu: bool, parts: Mapping[str, Mapping[str, Any]] = {}
 ) -> Optimizer:
-    """Return an optimizer over the trainable parameters, fused on a GPU where torch supports it.
+    """Return an optimizer over the trainable parameters, fused on a GPU if torch supports it.
 
     With a fused optimizer the host does not wait for the gradient scaler's check for infinities.
 
@@ -262,7 +262,7 @@ def build_optimizer(
     spec : mapping
         Name and parameters.
     network : nn.Module
-        Parameters that require no gradient are left out.
+        Network to train; parameters that require no gradient are left out.
     on_gpu : bool
         Whether the parameters are on a GPU.
     parts : mapping, optional
@@ -278,14 +278,14 @@ def build_optimizer(
     optimizer = OPTIMIZERS.build({**fused, **spec}, group_parameters(network, parts))
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
-            f"optimizer {spec['name']} must make a torch.optim.Optimizer, got a {type(optimizer).__name__}"
+            f"optimizer {spec['name']} must build a torch.optim.Optimizer, got a {type(optimizer).__name__}"
         )
     for settings in parts.values():  # torch checks settings only if they are the defaults of all parameters
         OPTIMIZERS.build({**spec, **settings}, [nn.Parameter(torch.zeros(1))])
     return optimizer
 
 
-# Parts of a network, by patterns of its parameters' names: frozen, or with a learning rate of their own.
+# Parts of a network, by patterns of its parameters' names: frozen, or with a separate learning rate.
 #
 # Names are those of the plain network, without its wrappers. In a pattern, ``*`` matches any text, dots included. A
 # pattern without a match is refused: it could leave a part training that the user believes frozen.
@@ -309,7 +309,7 @@ def match_parameters(patterns: Iterable[str], names: Sequence[str], setting: str
         parts = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
         near = get_close_matches(stem, parts, n=3) or {name.partition(".")[0] for name in names}
         near = [part if part in names else f"{part}.*" for part in near]  # the name of a part matches no parameter
-        raise ConfigError(f"{setting}: no parameter is called {pattern!r}; {did_you_mean(stem, near)}")
+        raise ConfigError(f"{setting}: no parameter matches {pattern!r}; {did_you_mean(stem, near)}")
     return matched
 
 
@@ -324,7 +324,7 @@ def freeze_parts(network: nn.Module, patterns: Sequence[str]) -> list[str]:
     names = [name for name, _ in network.named_parameters()]
     frozen = {name for found in match_parameters(patterns, names, "training.frozen").values() for name in found}
     if frozen and frozen == set(names):
-        raise ConfigError(f"training.frozen: {list(patterns)} match all {len(names)} parameters; leave some to train")
+        raise ConfigError(f"training.frozen: {list(patterns)} match all {len(names)} parameters; leave some trainable")
     for name, parameter in network.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
@@ -361,7 +361,7 @@ def group_parameters(network: nn.Module, parts: Mapping[str, Mapping[str, Any]])
     groups, part_of = [], dict[str, str]()
     for pattern, found in match_parameters(parts, list(trained), "optimizer.parts").items():
         if shared := sorted(GLOBAL_SETTINGS & parts[pattern].keys()):
-            raise ConfigError(f"optimizer.parts: {pattern}: {shared[0]} is the same for all parameters; leave it out")
+            raise ConfigError(f"optimizer.parts: {pattern}: {shared[0]} must be the same for all parameters; remove it")
         if twice := [name for name in found if name in part_of]:
             raise ConfigError(
                 f"optimizer.parts: {twice[0]} is matched by {part_of[twice[0]]!r} and {pattern!r}; narrow one of them"

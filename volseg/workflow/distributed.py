@@ -80,7 +80,7 @@ class FollowedModel(nn.Module):
         self.model = model
 
     def forward(self, image: Tensor) -> Any:
-        """Return the model's output on an image ``(B, C, D, H, W)`` that only this process holds."""
+        """Return the model's output on an image ``(B, C, D, H, W)`` that only this process has."""
         _in_pass.add(self.model)
         result = self.model(scatter_batch(self.model, {"image": image})["image"])
         _in_pass.discard(self.model)  # not after an error: the followers are still in the pass and receive no message
@@ -149,7 +149,7 @@ class GroupValidation:
         Raises
         ------
         StopRequested
-            In every process, if the leading one was asked to stop.
+            In every process, if the leading process received a request to stop.
         Exception
             Error of the validation; in the followers as `told_error` returns it.
         """
@@ -175,7 +175,7 @@ class GroupValidation:
 
 
 class SpreadValidation:
-    """Validate with a process group: every process scores the cases that it holds.
+    """Validate with a process group: every process scores its own cases.
 
     Each process writes its own predictions; ``summary.json`` is written by the group's first process. A request to stop
     one process stops all, between two cases; an error in one process is raised in all.
@@ -213,17 +213,17 @@ class SpreadValidation:
         Raises
         ------
         StopRequested
-            In every process, if one was asked to stop.
+            In every process, if one received a request to stop.
         DataError
-            If the processes together do not hold each case once.
+            If the processes together do not have each case exactly once.
         """
         told = run_together(self.group, self._judge, stops=StopRequested, poll=stop_if_requested)
         judged = [(name, case) for cases in told for name, case in cases]
         names = sorted(name for name, _ in judged)
         if names != sorted(self.order):
             raise DataError(
-                f"the processes of a validation must hold each of its {len(self.order)} cases once, got {names}; "
-                "give every process its own share of the cases, and all of them the same order"
+                f"the processes of a validation must together have each of its {len(self.order)} cases once, got "
+                f"{names}; give every process its own share of the cases, and the same order to all"
             )
         by_name = dict(judged)
         return self.validation.conclude([by_name[name] for name in self.order], writes=self._is_first())

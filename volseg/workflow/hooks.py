@@ -55,7 +55,7 @@ class Hook:
         """When an epoch's score is the best so far; called before ``on_epoch_end``."""
 
     def on_interrupt(self, training: "Training") -> None:
-        """When a signal stops the training between two batches; save what must not be lost."""
+        """When a signal stops the training between two batches; save everything that must not be lost."""
 
     def on_training_end(self, training: "Training") -> None:
         """After the last epoch, or when the training was stopped, interrupted or failed."""
@@ -107,7 +107,7 @@ def build_hook(spec: Mapping[str, Any]) -> Hook:
     """
     hook = HOOKS.build(spec)
     if not isinstance(hook, Hook):
-        raise ConfigError(f"hook {spec['name']} must be a volseg.Hook, got a {type(hook).__name__}; derive its class")
+        raise ConfigError(f"hook {spec['name']} must be a volseg.Hook, got a {type(hook).__name__}; subclass Hook")
     return hook
 
 
@@ -153,11 +153,11 @@ class Checkpoints(Hook):
     folder : path
         Folder of the checkpoints; created when the first checkpoint is written.
     every_minutes : float
-        Minimum time between two writings of ``latest.pt``, also within an epoch. It is always written after the last
-        epoch, when a hook ends the training, and at an interrupt. Time, not epochs, as a crash costs time. Only one
+        Minimum time between two writes of ``latest.pt``, also within an epoch. It is always written after the last
+        epoch, when a hook ends the training, and on an interrupt. Time, not epochs, as a crash costs time. Only one
         checkpoint is written at a time.
     metadata : callable, optional
-        Returns plain values to store beside the state (the config).
+        Returns plain values to store with the state (the config).
     require_folder : callable, optional
         Called in the writer's thread before each checkpoint; raises if the folder must no longer be written to.
 
@@ -168,7 +168,7 @@ class Checkpoints(Hook):
 
     Examples
     --------
-    A script that resumes where it was stopped:
+    A script that resumes after it was stopped:
 
     >>> from tempfile import mkdtemp
     >>> import torch
@@ -208,8 +208,8 @@ class Checkpoints(Hook):
         held = [name for name in CHECKPOINTS.values() if (self.folder / name).exists()]
         if held and training.is_main_process and (training.epoch, training.position) == (0, 0):
             raise CheckpointError(
-                f"{self.folder} holds {', '.join(held)} of an earlier training, which a new training would overwrite; "
-                "continue it by training.load_state_dict(volseg.workflow.load_checkpoint("
+                f"{self.folder} contains {', '.join(held)} of an earlier training, which a new one would overwrite; "
+                "continue it with training.load_state_dict(volseg.workflow.load_checkpoint("
                 f"{str(self.folder / held[0])!r})), or choose another folder"
             )
 
@@ -268,9 +268,9 @@ class Checkpoints(Hook):
         for part, tensors in state.model.items():
             if isinstance(tensors, Tensor) and tensors.is_floating_point() and tensors.isnan().any():
                 raise NonFiniteLossError(
-                    f"{part} is not a number after epoch {state.epoch}, batch {state.position}, although the losses "
-                    f"so far are finite; it is not written to {self.folder / name}. Lower the learning rate or set "
-                    "training.clip, then continue from the checkpoint before with --resume"
+                    f"{part} contains NaN after epoch {state.epoch}, batch {state.position}, although the losses "
+                    f"so far are finite; {self.folder / name} was not written. Lower the learning rate or set "
+                    "training.clip, then continue from the previous checkpoint with --resume"
                 )
         is_there = self.folder.is_dir()  # checked first: a folder removed from now on is not created again
         self.require_folder()

@@ -29,8 +29,8 @@ class Named(nn.Module):
     inputs : sequence of str
         Fields of the batch, in the order of the module's arguments.
     outputs : sequence of str
-        Names of the results, in the order in which the module returns them. A single name takes the result unchanged (a
-        list of deep-supervision heads stays a list); several names unpack a tuple or list.
+        Names of the results, in the order in which the module returns them. A single name gets the unchanged result (a
+        list of deep-supervision heads stays a list); more names unpack a tuple or list.
 
     Examples
     --------
@@ -62,7 +62,7 @@ class Named(nn.Module):
             return module
         if not callable(module) or isinstance(module, type):
             raise ConfigError(
-                f"needed: a module that takes {', '.join(inputs)} and gives {output}, or "
+                f"expected a module from {', '.join(inputs)} to {output}, or "
                 f"Named(module, inputs=[...], outputs=[...]); got {module!r}"
             )
         _require_order(module, inputs)
@@ -84,7 +84,7 @@ class Named(nn.Module):
         if missing := [name for name in self.inputs if name not in batch]:
             raise BatchFieldError(
                 f"{self.title} needs {missing}, but the batch has {sorted(batch)}; "
-                "rename the field where the batch is made, or the input of this Named"
+                "rename the field in the batch, or the input of this Named"
             )
         results = self.module(*(batch[name] for name in self.inputs))
         if len(self.outputs) == 1:
@@ -115,7 +115,7 @@ def _require_order(module: Callable[..., Any], inputs: Sequence[str]) -> None:
     if wrong := [name for place, name in enumerate(inputs) if places.get(name, place) != place]:
         raise ConfigError(
             f"{getattr(module, '__name__', type(module).__name__)} is called with {', '.join(inputs)} in this order, "
-            f"and its parameters are ({', '.join(named)}), where {wrong[0]} stands elsewhere; say what each gets by "
+            f"but its parameters are ({', '.join(named)}), with {wrong[0]} in another place; bind each with "
             "Named(module, inputs=[...], outputs=[...])"
         )
 
@@ -136,8 +136,8 @@ class Objective:
     Parameters
     ----------
     losses : Named, callable, or sequence of them
-        Each gives one scalar. A single loss may be named ``loss``; among several, that name is reserved for the sum. A
-        loss that is not `Named` reads ``logits`` and ``label``, and gives ``loss``.
+        Each returns one scalar. A single loss may be named ``loss``; with more losses, this name is reserved for the
+        sum. A loss that is not `Named` reads ``logits`` and ``label``, and returns ``loss``.
     weights : sequence of float, optional
         One factor per loss, 1 by default.
     targets : Targets, optional
@@ -153,19 +153,19 @@ class Objective:
         self.targets = targets
         if not self.losses or len(self.losses) != len(self.weights):
             raise ConfigError(
-                f"need one weight per loss and a loss at least, got {len(self.losses)} losses, {weights=}"
+                f"expected at least one loss, and one weight per loss; got {len(self.losses)} losses, {weights=}"
             )
         parts = [name for loss in self.losses for name in loss.outputs]
         is_alone = parts == ["loss"] and self.weights == [1.0]
         if parts == ["loss"] and not is_alone:
             raise ConfigError(
-                f"the loss {self.losses[0].title} has the factor {self.weights[0]:g} and gives 'loss', which names the "
-                "weighted sum; name its output, such as output: dice, or leave out the factor"
+                f"the loss {self.losses[0].title} has the factor {self.weights[0]:g} and the output 'loss', but "
+                "this names the weighted sum; rename the output, such as output: dice, or leave out the factor"
             )
         if len(set(parts)) != len(parts) or ("loss" in parts and not is_alone):
             raise ConfigError(
-                f"losses need different names, and 'loss' names their weighted sum; got {parts} with {weights=}; "
-                "name each one's output, such as output: dice"
+                f"losses need different outputs, and 'loss' names their weighted sum; got {parts} with {weights=}; "
+                "set the output of each, such as output: dice"
             )
         self.names = ("loss",) if is_alone else (*parts, "loss")
 
@@ -183,8 +183,8 @@ class Objective:
             for name, value in found.items():
                 if getattr(value, "ndim", 0) > 0 and value.numel() != 1:
                     raise BatchFieldError(
-                        f"the loss {loss.title} gave {name} of shape {tuple(value.shape)}, where one number per batch "
-                        'is needed; average it, such as by reduction="mean"'
+                        f"the loss {loss.title} returned {name} of shape {tuple(value.shape)}, not one number per "
+                        'batch; average it, such as with reduction="mean"'
                     )
             fields.update(found)
         if self.names != ("loss",):
@@ -237,20 +237,20 @@ def require_mean_of_shares(objective: Objective, batch: Mapping[str, Tensor], ou
     """Raise for a loss that is not a mean over samples, in a training without a config; try it on the first sample.
 
     The trial joins the sample with a copy whose fields (the labels) have every other voxel set to 0, so that the two
-    differ in their content of each class. Sharded volumes are not checked: their replicas come from a config, whose
+    have different amounts of each class. Sharded volumes are not checked: their replicas come from a config, whose
     losses were rehearsed.
 
     Parameters
     ----------
     objective : Objective
-        Its losses.
+        Losses to check.
     batch, outputs : mapping
         Fields of some samples, and the network's outputs for them.
 
     Raises
     ------
     ConfigError
-        Names the loss and what it gave.
+        The message names the loss and its values.
     """
     made = [head for value in outputs.values() for head in (value if isinstance(value, list | tuple) else [value])]
     if not all(isinstance(head, Tensor) for head in made) or any(hasattr(head, "full_tensor") for head in made):
@@ -267,7 +267,7 @@ def require_mean_of_shares(objective: Objective, batch: Mapping[str, Tensor], ou
 
 
 def _double(head: Tensor) -> Tensor:
-    """Return the first sample twice, in single precision, so that no difference comes from rounding."""
+    """Return the first sample twice, in single precision, so that rounding causes no difference."""
     first = head[:1].float() if head.dtype in (torch.float16, torch.bfloat16) else head[:1]
     return torch.cat([first, first])
 
@@ -282,7 +282,7 @@ def require_mean(loss: Named, fields: Mapping[str, Any], count: int, tolerance: 
     Raises
     ------
     ConfigError
-        Names the loss and what it gave.
+        The message names the loss and its values.
     """
     first, others = _compute(loss, fields, slice(1)), _compute(loss, fields, slice(1, None))
     whole, parts = _compute(loss, fields, slice(None)), (first + (count - 1) * others) / count
@@ -290,7 +290,7 @@ def require_mean(loss: Named, fields: Mapping[str, Any], count: int, tolerance: 
         raise ConfigError(
             f"{loss.title} is not a mean over the samples of a batch ({whole:.6g} on {count} samples, {parts:.6g} on "
             f"1 + {count - 1} separately), so replicas that share a batch cannot compute it; set parallel.data to 1, "
-            "parallel.spatial to the number of GPUs, or make it a mean (batch: false of Dice; no class weights)"
+            "parallel.spatial to the number of GPUs, or make it a mean (for Dice batch: false; no class weights)"
         )
 
 

@@ -1,9 +1,9 @@
-"""What follows each optimizer step: the learning rate, and an exponential moving average of a model's weights.
+"""Update the learning rate, and an exponential moving average of a model's weights, after each optimizer step.
 
-Schedules need no length of their own: the training computes its progress.
+A schedule needs no length: the training computes its progress.
 
 ``torch.optim.swa_utils.AveragedModel`` deep-copies the module, which fails for a network placed on several devices.
-`WeightAverage` keeps the averaged tensors beside the module and swaps them in during a validation.
+`WeightAverage` keeps the averaged tensors next to the module and swaps them in during a validation.
 """
 
 import math
@@ -70,7 +70,7 @@ class Schedule:
         self.go_to(0)
 
     def step(self) -> None:
-        """Go on to the next optimizer step."""
+        """Advance to the next optimizer step."""
         self.go_to(self.steps_done + 1)
 
     def go_to(self, steps_done: int) -> None:
@@ -114,7 +114,7 @@ class WeightAverage:
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         if not 0 < decay < 1:
-            raise ValueError(f"decay must lie in (0, 1), got {decay}")
+            raise ValueError(f"decay must be in (0, 1), got {decay}")
         self.decay = decay
         self.updates = 0
         self._parameters = dict(module.named_parameters())

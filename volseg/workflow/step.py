@@ -35,13 +35,13 @@ class TrainingStep:
     objective : Objective
         Loss to minimise.
     optimizer : Optimizer
-        Over the model's parameters.
+        Optimizer of the model's parameters.
     precision : Precision
         Precision of the forward pass and the loss.
     clip : float, optional
         Largest norm of the gradient.
     record : bool
-        Record the step as a CUDA graph where possible; every batch must then be a whole step.
+        Record the step as a CUDA graph if possible; every batch must then be a whole step.
     batch_size : int, optional
         Samples of a whole batch; this process gets those of its own replicas. Required with several replicas.
     look : callable
@@ -85,8 +85,8 @@ class TrainingStep:
         self.batch_size = batch_size
         if self.replicated is not None and batch_size is None:
             raise ConfigError(
-                f"the network's {self.replicated.replicas.count} replicas share each batch, but the batches do not say "
-                "how large that is; give them an attribute batch_size, the samples of all replicas together"
+                f"the network's {self.replicated.replicas.count} replicas share each batch, but the batches do not "
+                "state its size; set their attribute batch_size to the number of samples of all replicas together"
             )
         self.scaler = precision.scaler()
         self._is_tried = False
@@ -202,7 +202,7 @@ class TrainingStep:
                 fields, overlap = self.objective.compute({"case": cases, **tensors, **outputs})
             loss = fields["loss"] / gathered
             if not loss.requires_grad:
-                raise ConfigError("the loss has no gradient; compute it from trained outputs, without detach()")
+                raise ConfigError("the loss has no gradient; compute it from network outputs, without detach()")
         self.scaler.scale(loss if share is None else loss * share.weight).backward()
         return {name: fields[name].detach() for name in self.objective.names}, overlap
 
@@ -212,7 +212,7 @@ def _require_rows(tensors: Mapping[str, Any], num_rows: int, batch_size: int) ->
         name, shape = next(iter(wrong.items()))
         raise BatchFieldError(
             f"this process computes {num_rows} of a batch's {batch_size} samples, but the batch's field {name!r} has "
-            f"the shape {shape}; give it a row for each of them (volseg.data.AugmentedBatches does, by rows=)"
+            f"the shape {shape}; it needs one row per sample (volseg.data.AugmentedBatches selects rows with rows=)"
         )
 
 
@@ -247,7 +247,7 @@ def count_batches(batches: Any) -> int:
             "DataLoader, a list, or an object with __len__ and __iter__"
         ) from None
     if count < 1:
-        raise ConfigError("batches are empty; an epoch needs one at least (a DataLoader may drop the last, short one)")
+        raise ConfigError("batches are empty; an epoch needs at least one (a DataLoader's drop_last may drop it)")
     return count
 
 
@@ -261,8 +261,8 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """
     if not isinstance(batch, Mapping):
         raise BatchFieldError(
-            'a batch is a dict of fields such as {"image": (B, C, D, H, W), "label": (B, 1, D, H, W)}, got a '
-            f"{type(batch).__name__}; have the data set return a dict for each sample"
+            'a batch must be a dict of fields such as {"image": (B, C, D, H, W), "label": (B, 1, D, H, W)}, got a '
+            f"{type(batch).__name__}; make the data set return a dict for each sample"
         )
     return {
         name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

@@ -1,8 +1,8 @@
 """The training loop.
 
-``Training.run`` reads as its pseudocode; hooks do what happens around it. Within an epoch the loop waits for the device
-only once in ``CHECK_EVERY`` batches, or two seconds where these take longer. It then checks the losses so far, keeps
-the newest ones for display, and looks for signals.
+``Training.run`` reads like pseudocode; hooks do everything around it. Within an epoch the loop waits for the device
+only once in ``CHECK_EVERY`` batches, or in two seconds if these take longer. It then checks the losses so far, keeps
+the newest ones for display, and checks for signals.
 """
 
 import logging
@@ -41,7 +41,7 @@ class Score(Protocol):
 
     @property
     def score(self) -> float:
-        """The number by which epochs are compared; more is better."""
+        """The number by which epochs are compared; larger is better."""
 
     @property
     def scores(self) -> Mapping[str, float]:
@@ -57,26 +57,26 @@ class Training:
     Parameters
     ----------
     model : Named or nn.Module
-        The network. It trains where its parameters are. One that is not `Named` reads ``image`` and gives ``logits``.
+        The network. It trains where its parameters are. One that is not `Named` maps ``image`` to ``logits``.
     losses : Named, callable, or sequence of them
-        Each reads fields of the batch and of the model's outputs, and gives one scalar. One that is not `Named` reads
-        ``logits`` and ``label``, and gives ``loss``.
+        Each reads fields of the batch and of the model's outputs, and returns one scalar. One that is not `Named` reads
+        ``logits`` and ``label``, and returns ``loss``.
     optimizer : Optimizer
-        Over the model's parameters.
+        Optimizer of the model's parameters.
     batches : iterable of dict
         A ``DataLoader`` or any iterable of batches ``{"image": (B, C, D, H, W), "label": (B, 1, D, H, W), ...}``. If it
-        has ``epoch(number, start=0)``, that makes the epoch's batches from batch ``start`` on, and a training resumed
-        in the middle of an epoch goes on exactly; otherwise the first batches are drawn again and dropped.
+        has ``epoch(number, start=0)``, this yields the epoch's batches from batch ``start`` on, and a training resumed
+        within an epoch continues exactly; otherwise the first batches are drawn again and dropped.
     epochs : int
-        Length of the training, for the schedule too.
+        Length of the training and of the schedule.
     loss_weights : sequence of float, optional
         One factor per loss, 1 by default.
     validation : callable, optional
-        Called without arguments, in evaluation mode and with the averaged weights where there are any.
+        Called without arguments, in evaluation mode and with the averaged weights if there are any.
     validate_every : int or None
-        Epochs between validations; the last epoch is always validated. None: no epoch is.
+        Epochs between validations; the last epoch is always validated. None: no validation.
     schedule : callable, optional
-        Progress in [0, 1] to a factor of the learning rate, stepped per optimizer step.
+        Maps the progress in [0, 1] to a factor of the learning rate, for each optimizer step.
     warmup : float
         Fraction of the training over which the rate rises linearly to its peak.
     precision : str
@@ -86,10 +86,10 @@ class Training:
     accumulate : int
         Batches per optimizer step; their gradients are averaged.
     average_decay : float, optional
-        Decay of an exponential moving average of the weights, with which is validated.
+        Decay of an exponential moving average of the weights, which validations use.
     record : bool
-        Record the step as a CUDA graph after a few batches, where it can be: on one GPU of each process, in bfloat16
-        or float32, with a fused optimizer, every batch a step. Batches of a third shape run as they are.
+        Record the step as a CUDA graph after a few batches, if possible: on one GPU per process, in bfloat16 or
+        float32, with a fused optimizer and a step for each batch. Batches of a third shape run eagerly.
     hooks : Hook, or sequence of them
         Called in this order.
 
@@ -181,7 +181,7 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        """Whether there is no epoch left, or a hook has asked to stop."""
+        """Whether no epoch is left, or a hook has requested a stop."""
         return self.epoch >= self.epochs or self._stop_reason is not None
 
     @property
@@ -196,7 +196,7 @@ class Training:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no gradients wait for an optimizer step: a state does not hold them."""
+        """Whether no gradients wait for an optimizer step; a state does not contain them."""
         return self.position % self.accumulate == 0 or self.position >= self.num_batches
 
     def stop(self, reason: str) -> None:
@@ -209,9 +209,9 @@ class Training:
         Raises
         ------
         NonFiniteLossError
-            With epoch, batch and cases, when a loss is not finite.
+            If a loss is not finite; the message names epoch, batch and cases.
         KeyboardInterrupt, SystemExit
-            When Ctrl-C, SIGTERM or SIGHUP came; the hooks have saved the state before.
+            After Ctrl-C, SIGTERM or SIGHUP; the hooks have saved the state.
         """
         with self._stopping.catching():
             try:
@@ -235,7 +235,7 @@ class Training:
         with ExitStack() as ending:
             for hook in reversed(self.hooks):  # the stack runs backwards
                 ending.callback(hook.on_training_end, self)
-            ending.callback(self.step.release)  # the final validation needs the memory, and no group ends before
+            ending.callback(self.step.release)  # the final validation needs the memory; process groups still exist
 
     def _train_epoch(self) -> None:
         """Train on the rest of the current epoch; count its seconds and those spent waiting for batches."""
@@ -276,10 +276,10 @@ class Training:
         except Exception as fault:
             shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in tensors.items())
             cases = ", ".join(map(str, self.step.cases)) or "unknown"
-            fault.add_note(f"in epoch {self.epoch + 1}, batch {self.position + 1}, of {shapes}; cases: {cases}")
+            fault.add_note(f"in epoch {self.epoch + 1}, batch {self.position + 1}, with {shapes}; cases: {cases}")
             raise
         self._losses.add(losses, self.step.gradient_norm if completes else None, self.step.overlap)
-        if self.device.type == "cpu":  # on a GPU a value waits for the device, until the next look
+        if self.device.type == "cpu":  # on a GPU, reading a value would wait for the device
             self.latest_losses = {name: float(loss) for name, loss in losses.items()}
         samples = self.step.batch_size if self.step.replicated is not None else None
         self.voxels_per_batch = count_voxels(tensors.get("image"), samples)
@@ -292,21 +292,21 @@ class Training:
         self._emit("on_batch_end", {**batch, **losses})
 
     def _group_size(self) -> int:
-        """Return how many batches share the current optimizer step; the last group of an epoch may be a short one."""
+        """Return how many batches share the current optimizer step; the last group of an epoch may be smaller."""
         left = self.num_batches - self.position + self.position % self.accumulate
         return min(self.accumulate, left) if left > 0 else self.accumulate  # an iterable may exceed its length
 
     def _close_epoch(self) -> bool:
         """Validate if due, write the record, call the hooks; return False if a signal stopped the validation.
 
-        The epoch then stays open with all its batches done: a training that resumes there validates first.
+        The epoch then stays open with all batches completed: a training that resumes there validates first.
         """
         drawn, begin = random_state(), time.perf_counter()
         try:
             outcome = self._validate_epoch()
         except StopRequested:
             restore_random_state(drawn)  # the resumed validation draws the same numbers
-            self._stopping.agree()  # names the signal to the processes that did not get it
+            self._stopping.agree()  # passes the signal to processes that did not receive it
             return False
         voxels = self.voxels_per_batch
         record = EpochRecord(
@@ -335,7 +335,7 @@ class Training:
         return True
 
     def _validate_epoch(self) -> Score | None:
-        """Validate if this epoch is due."""
+        """Validate if a validation is due after this epoch."""
         every, number = self.validate_every, self.epoch + 1
         if self.validation is None or every is None or (number % every and number < self.epochs):
             return None
@@ -344,7 +344,7 @@ class Training:
 
     def validate(self, validation: Callable[[], ScoreT]) -> ScoreT:
         """Call a validation in evaluation mode, with the averaged weights if there are any."""
-        report_progress("validate", min(self.epoch + 1, self.epochs))  # the final one comes after the last epoch
+        report_progress("validate", min(self.epoch + 1, self.epochs))  # the final validation follows the last epoch
         self.model.eval()
         if self.average is None:
             return validation()
@@ -352,18 +352,18 @@ class Training:
             return validation()
 
     def _look(self) -> bool:
-        """Check the losses so far; return whether a signal came, and choose the next time to look."""
+        """Check the losses so far; return whether a signal arrived, and choose the time of the next check."""
         if self.device.type == "cuda":
             self._look_at_losses()
         return self._stopping.agree(self._stopping.interval.measure())
 
     def _new_losses(self, losses: Any = (), cases: Any = ()) -> EpochLosses:
-        """Return the losses of the current epoch, with the losses and cases of the batches that are done."""
+        """Return the losses of the current epoch, with the losses and cases of the completed batches."""
         gather = gather_over_processes if self.step.replicated is not None else tuple
         return EpochLosses(self.objective.names, self.epoch, losses, cases, gather)
 
     def _look_at_losses(self) -> None:
-        """Raise if a loss since the last look is not finite; keep the newest losses for display."""
+        """Raise if a loss since the last check is not finite; keep the newest losses for display."""
         self.latest_losses = self._losses.look() or self.latest_losses
 
     def _emit(self, event: str, *arguments: Any) -> None:
@@ -393,7 +393,7 @@ class Training:
         return self.state().as_checkpoint()
 
     def load_state_dict(self, state: TrainingState | Mapping[str, Any]) -> None:
-        """Resume an interrupted training of the same model and length of epoch.
+        """Resume an interrupted training of the same model and epoch length.
 
         Raises
         ------

@@ -33,7 +33,7 @@ from volseg.workflow.checks import stop_if_requested
 from volseg.workflow.named import Named
 
 SHOWN = ("Dice", "HD95", "ASSD", "NSD", "volume_diff_ml", "lesion_F1")
-"""Metrics per label that are plotted."""
+"""Metrics to plot for each label."""
 
 Show = Callable[[Iterable[Any]], Iterable[Any]]
 
@@ -89,8 +89,8 @@ class Validation:
     cases : sequence of Case
         Prepared with ``keep_reference=True``: ``reference`` is the label map on the image's own grid.
     labels : mapping
-        Names by scored structure: label values (0 is the background) or tuples of a region's values.
-        ``Task.structures`` of a task.
+        Names of scored structures, by label value (0 is the background) or tuple of a region's values; see
+        ``Task.structures``.
     ignore : int, optional
         Value of voxels that are not scored.
     values : collection of int
@@ -103,11 +103,11 @@ class Validation:
     scoring : Scoring, optional
         Measurements in mm and ml; by default only counts and overlap.
     folder : path, optional
-        Where to write the predictions (``CASE.nii.gz``) and ``summary.json``.
+        Folder for the predictions (``CASE.nii.gz``) and ``summary.json``.
     batch_size : int
         Volumes of equal size that go through the model together.
     num_examples : int
-        Number of cases, the first ones, kept in ``examples``.
+        Number of cases to keep in ``examples``; the first cases are kept.
     show : callable
         Wraps the loop over cases, for instance in a progress bar.
 
@@ -270,7 +270,7 @@ class Testing:
     cases : iterable of Case
         Prepared; may be a generator, so that only a few volumes are in memory.
     folder : path
-        Where the predictions are written.
+        Folder for the predictions.
     batch_size : int
         Volumes of equal size that go through the model together.
     show : callable
@@ -332,7 +332,7 @@ def _require_predictor(predictor: Any, workflow: str) -> None:
     """Raise unless ``predictor`` can predict whole volumes; a network cannot."""
     if not callable(getattr(predictor, "stream", None)):
         raise ConfigError(
-            f"{workflow} needs a Predictor, which says how a network is applied to a whole volume, got a "
+            f"{workflow} needs a Predictor, which applies a network to whole volumes, got a "
             f"{type(predictor).__name__}; pass Predictor(model=network, num_classes=K)"
         )
 

@@ -1,1 +1,1 @@
-"""Place a training on GPUs: its mesh, its memory, its kernels, and what `volseg plan` says of it."""
+"""Place a training on GPUs: its mesh, its memory, its kernels, and the output of `volseg plan`."""

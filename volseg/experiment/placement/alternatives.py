@@ -1,4 +1,4 @@
-"""Other ways to run a training, asked of ``volseg plan``, as settings of its config, and what is out of memory."""
+"""Find other ways to run a training with ``volseg plan``, as settings of its config; explain out-of-memory errors."""
 
 import gc
 import json
@@ -33,7 +33,7 @@ PLACED = ("data", "spatial", "pipeline", "strategy", "devices", "split_size", "c
 """Keys of ``parallel`` that a candidate decides."""
 
 CLEARLY_LESS = 0.97
-"""Factor of the failed candidate's tensor bytes; estimates above it count as no smaller."""
+"""Factor of the failed candidate's tensor bytes; estimates above it are not considered smaller."""
 
 
 def build_candidate(config: ExperimentConfig, plan: MeshPlan, num_devices: int) -> Candidate:
@@ -79,7 +79,7 @@ def list_settings(candidate: Candidate) -> list[str]:
 
 
 def take_candidate(config: ExperimentConfig, candidate: Candidate, *, one_process: bool = False) -> ExperimentConfig:
-    """Return the config that runs the candidate, in a process per replica and slab, or ``one_process`` process.
+    """Return the config that runs the candidate, in a process per replica and slab, or in ``one_process``.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def take_candidate(config: ExperimentConfig, candidate: Candidate, *, one_proces
     if training["kernels"] == "fast" and candidate.kernels == "torch":
         training["kernels"] = "torch"
     training["record"] = training["record"] and candidate.recorded
-    return validated(ExperimentConfig, {**values, "training": training}, "what takes less memory")
+    return validated(ExperimentConfig, {**values, "training": training}, "the config with less memory")
 
 
 def list_overrides(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
@@ -127,7 +127,7 @@ def _as_yaml(value: Any) -> str:
 def rank_smaller(tried: Candidate, forecasts: Sequence[Estimate]) -> list[Estimate]:
     """Return the estimates that need clearly less memory than ``tried``.
 
-    Those that run come alone, fastest first; if none runs, the others, smallest first.
+    Only estimates that run are returned, fastest first; if none runs, the others, smallest first.
     """
     failed = get_estimate(tried, forecasts)
     # Compare the bytes of tensors: torch has emptied its cache before it failed.
@@ -155,7 +155,7 @@ def _is_same(one: Candidate, other: Candidate) -> bool:
 def describe_estimate(forecast: Estimate) -> str:
     """Return the numbers of an estimate."""
     if forecast.memory is None:
-        return forecast.refused or "no forecast"
+        return forecast.refused or "no estimate"
     speed = "" if forecast.seconds is None else f", {forecast.seconds:.3g} s per step"
     of_each = " of each GPU" if forecast.candidate.num_gpus > 1 else ""
     return f"{forecast.memory.total / 2**30:.1f} GiB{of_each}{speed}"
@@ -174,10 +174,10 @@ def list_lines(config: ExperimentConfig, forecasts: Sequence[Estimate], num_proc
     return lines
 
 
-# ``volseg plan`` in a process of its own, asked by a training that waits for the answer.
+# Run ``volseg plan`` in a separate process for a training that waits for the answer.
 #
-# A process that traces a step takes fake GPUs for its own, and the training's process has real ones. The plan's process
-# sees no GPU, has one thread for its arithmetic, and ends with the process that asked.
+# A process that traces a step uses fake GPUs, but the training's process has real ones. The plan's process sees no GPU,
+# computes in one thread, and ends with the process that started it.
 
 
 NOTHING_FITS = 3
@@ -232,7 +232,7 @@ def run_plan(
     gpus : Gpus
         GPUs to plan for.
     thorough : bool
-        Whether to trace candidates too that cannot be the fastest.
+        Whether to trace also candidates that cannot be the fastest.
     seconds : float
         Time limit for the answer.
     """
@@ -240,7 +240,7 @@ def run_plan(
     # The environment may name any encoding; this process reads UTF-8.
     own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", "PYTHONUTF8": "1"}
     inherited = {name: value for name, value in os.environ.items() if name not in OF_JOB}
-    # Others may wait for this process meanwhile, and count it as hanging after their timeout.
+    # Other processes may wait for this one, and treat it as hanging after their timeout.
     seconds = min(seconds, config.parallel.timeout / 2)
     try:
         with tempfile.TemporaryDirectory(prefix="volseg_plan_") as folder:
@@ -258,12 +258,12 @@ def run_plan(
                 check=False,
             )
     except subprocess.TimeoutExpired:
-        return Answer(problem=f"it was not there after {seconds:.0f} s")
+        return Answer(problem=f"volseg plan did not answer within {seconds:.0f} s")
     except (ConfigError, OSError) as fault:  # components known only to this process, or no process available
         return Answer(problem=str(fault).partition("\n")[0])
     if ended.returncode not in (0, NOTHING_FITS):
         lines = [line for line in ended.stderr.splitlines() if line.strip()]
-        return Answer(problem=lines[-1].removeprefix("volseg: ") if lines else f"it ended with {ended.returncode}")
+        return Answer(problem=lines[-1].removeprefix("volseg: ") if lines else f"exit status {ended.returncode}")
     try:
         report = PlanReport.model_validate_json(ended.stdout)
     except ValueError as fault:
@@ -272,7 +272,7 @@ def run_plan(
     return Answer(forecasts=forecasts, reserve=report.reserve_bytes, remedies=report.remedies)
 
 
-# Report what does not fit into memory, with remedies.
+# Report out-of-memory errors, with remedies.
 
 
 SAYS_MEMORY = re.compile(
@@ -282,13 +282,13 @@ SAYS_MEMORY = re.compile(
     r"|Storage size calculation overflowed",
     re.DOTALL,
 )
-"""Messages of allocators and libraries whose exceptions have no class of their own: of main memory, of CUDA's driver
+"""Messages of allocators and libraries whose exceptions have no separate class: of main memory, of CUDA's driver
 and of libraries. Other messages that mention memory do not match."""
 
 
 @contextmanager
 def explaining_memory(config: ExperimentConfig) -> Iterator[None]:
-    """Turn an allocator's refusal within the block into one error with the attempted sizes and the remedies.
+    """Turn an out-of-memory error within the block into one with the attempted sizes and the remedies.
 
     Raises
     ------
@@ -331,10 +331,10 @@ def describe_attempt(config: ExperimentConfig, device: torch.device, fault: Base
 
 
 def describe_remedies(config: ExperimentConfig) -> str:
-    """Return remedies that always take less memory, the cheapest first."""
-    recomputed = {"all": ", parallel.checkpoint: tiled (and by tiles)", "tiled": ""}
-    checkpoint = recomputed.get(str(config.parallel.checkpoint), ", parallel.checkpoint: all (recomputes activations)")
+    """Return remedies that always need less memory, the cheapest first."""
+    ways = {"all": ", or parallel.checkpoint: tiled (recomputes in tiles)", "tiled": ""}
+    checkpoint = ways.get(str(config.parallel.checkpoint), ", or parallel.checkpoint: all (recomputes activations)")
     return (
-        "Take a smaller patch.batch, then a smaller patch.size (training) or inference.window (prediction), more GPUs "
-        f"that share a volume (parallel.spatial){checkpoint}"
+        "Reduce patch.batch, then patch.size (training) or inference.window (prediction), or use more GPUs per volume "
+        f"(parallel.spatial){checkpoint}"
     )

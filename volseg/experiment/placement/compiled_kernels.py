@@ -1,8 +1,8 @@
 """Compile the kernels of a training before it needs them, on a machine with or without a GPU.
 
 The training step is traced (`tracing`) for a kind of GPU. Every kernel that it launches is compiled
-(`volseg.device.compiling`) into Triton's cache, where the step finds it. A container image, for example, is filled
-before there is a GPU. This step is optional: Triton compiles missing kernels at their first launch.
+(`volseg.device.compiling`) into Triton's cache, where the step finds it. A container image, for example, can be
+prepared without a GPU. This step is optional: Triton compiles missing kernels at their first launch.
 """
 
 import os
@@ -55,8 +55,8 @@ def compile_beforehand(
     """
     if uses_gpus():
         raise ParallelError(
-            "kernels are compiled by copies of this process, but it has begun to use CUDA, which they would not "
-            "survive; compile them in a process of its own (volseg compile)"
+            "kernels are compiled in forks of this process, but it has initialised CUDA, which forks cannot use; "
+            "compile them in a separate process (volseg compile)"
         )
     dtype = choose_dtype(config.training.precision, gpu.capability)
     (kernels, *_) = list_kernels(config, dtype, gpu.capability >= CAPABILITY)
@@ -65,7 +65,7 @@ def compile_beforehand(
     # Not captured, since tracing a capture takes longer. A capture runs the kernels of the steps before it.
     candidate = Candidate(kernels="fast" if is_fast else "torch", recorded=False)
     has_driver, cores = count_gpus() > 0, len(os.sched_getaffinity(0))
-    # Bound: a killed process would block further requests forever.
+    # Bound to this process: a killed process would block further requests forever.
     compiling = Compiling(gpu.capability, cores, runs_here=has_driver, begin=partial(bind_copy, os.getpid()))
     hidden = setting_variables({"CUDA_VISIBLE_DEVICES": ""})  # autograd would initialise each visible GPU
     with hidden, compiling, hearing_calls(compiling.ask):

@@ -79,8 +79,8 @@ class MeasuredKernels:
                 raise ValueError(f"chosen must be one of {', '.join(KINDS)}, got {found.chosen!r}")
         except ValueError as fault:
             raise CheckpointError(
-                f"{source} should say which kernels the run was begun with ({fault}); restore it from a copy, or set "
-                "training.kernels to fast, torch or compiled"
+                f"{source} should state the kernels that the run started with ({fault}); restore it from a backup, or "
+                "set training.kernels to fast, torch or compiled"
             ) from fault
         return found
 
@@ -91,7 +91,7 @@ class MeasuredKernels:
 
 
 def choose_fastest(milliseconds: Mapping[str, float], refused: Mapping[str, str] | None = None) -> str:
-    """Return the kind of kernels to take: the first of `KINDS` that no later kind clearly beats.
+    """Return the kind of kernels to use: the first of `KINDS` that no later kind clearly beats.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def choose_fastest(milliseconds: Mapping[str, float], refused: Mapping[str, str]
     if not milliseconds:
         reasons = "; ".join(f"{kind}: {reason}" for kind, reason in (refused or {}).items())
         raise ConfigError(
-            f"training.kernels is measured, and no kernels are available ({reasons}); name one, and fix the cause"
+            f"training.kernels is measured, but no kernels are available ({reasons}); fix one of the causes"
         )
     chosen = next(kind for kind in KINDS if kind in milliseconds)
     for kind in KINDS:
@@ -181,7 +181,7 @@ def measure_kernels(config: ExperimentConfig, mesh: TrainingMesh, task: Task, de
         except RuntimeError as fault:  # from torch, cuDNN or Triton
             if not is_out_of_memory(fault):
                 raise
-            refused[kind] = "its step was out of memory"
+            refused[kind] = "its step ran out of memory"
         free_memory()
     return MeasuredKernels(
         chosen=choose_fastest(milliseconds, refused),

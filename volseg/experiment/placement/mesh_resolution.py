@@ -1,6 +1,6 @@
 """Resolve the mesh of a training, before its model is built: which processes compute which rows and slabs.
 
-If the config does not say whether samples are dealt to replicas or cut, the estimate of a training step decides. If a
+If the config does not decide whether samples are dealt to replicas or cut, an estimate of a training step does. If a
 network cannot be traced, replicas share the batch.
 """
 
@@ -49,7 +49,7 @@ class TrainingMesh:
     replicas: Replicas | None = None
     """Replicas that share each batch; None for one replica."""
     readers: Readers = ALONE
-    """Processes that read cases: the first process of each replica, which sends slabs to the replica's others."""
+    """Processes that read cases: the first process of each replica, which sends slabs to its other processes."""
     judges: dist.ProcessGroup | None = None
     """Gloo group of the processes that read and so validate; None for one process, and in the others."""
     estimate: MemoryUse | None = None
@@ -117,7 +117,7 @@ def resolve_mesh(config: ExperimentConfig, device: torch.device) -> tuple[Experi
     mesh = join_mesh(plan.data_processes, plan.spatial_processes)
     replicas = mesh.replicas(plan.data, config.training.deterministic) if plan.data > 1 else None
     readers, judges = ALONE, None
-    if count > 1:  # separate groups: a thread communicates in them beside other work
+    if count > 1:  # separate groups: a thread communicates in them during other work
         readers = meet_readers(make_group(backend="gloo"), reads=mesh.shard == 0)
         judges = make_group(list(range(0, count, mesh.spatial)), "gloo") if mesh.data > 1 else None
     return settled, TrainingMesh(
@@ -147,7 +147,7 @@ class Forecast:
 def choose_by_estimate(config: ExperimentConfig, device: torch.device) -> Forecast:
     """Return the fastest estimate on this job's processes, and the reason.
 
-    Every process calls this function and gets the leader's choice. Each process has one GPU, so that a pipeline is no
+    Every process calls this function and gets the leader's choice. Each process has one GPU, so a pipeline is not a
     candidate. On a CPU, where memory is uncertain, and without estimates, nothing is chosen.
 
     Parameters
@@ -168,7 +168,7 @@ def choose_by_estimate(config: ExperimentConfig, device: torch.device) -> Foreca
         forecasts.extend(answer.forecasts)
         if answer.problem:
             logger.warning(
-                "no estimate of a training step (%s): samples are not cut unless parallel.spatial: N says so",
+                "no estimate of a training step (%s), so samples are not cut; set parallel.spatial: N to cut them",
                 answer.problem,
             )
         chosen, why = choose_mesh(answer.forecasts, gpus.count, int(SURE * gpus.memory) - answer.reserve)
@@ -193,7 +193,7 @@ def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int
     num_processes : int
         Processes; the candidate must use all of them.
     capacity : int
-        Bytes of a GPU that the candidate may take.
+        Bytes of a GPU that the candidate may use.
     """
     suited = [
         (each.memory.total, each)
@@ -207,7 +207,7 @@ def choose_mesh(forecasts: Sequence[Estimate], num_processes: int, capacity: int
         return (None if chosen is None else chosen.candidate), why
     size, smallest = min(suited, key=lambda each: each[0])
     takes = f"{size / 2**30:.1f} GiB of {capacity / 2**30:.1f} GiB"
-    return smallest.candidate, f"{name_candidate(smallest.candidate)} takes the least memory, and may not fit ({takes})"
+    return smallest.candidate, f"{name_candidate(smallest.candidate)} needs the least memory, but may not fit ({takes})"
 
 
 # Read the cases of a training: one of the processes that share a volume reads, the others receive slabs.

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PAY_IN_BFLOAT16 = "the fast kernels pay in bfloat16, and training.precision is another"
-LAUNCHED = "launched one by one they are slower than torch's"
+PAY_IN_BFLOAT16 = "the fast kernels are faster only in bfloat16, but training.precision differs"
+LAUNCHED = "without recording they are slower than torch's"
 
 
 def choose_device(config: ExperimentConfig) -> torch.device:
@@ -67,13 +67,13 @@ def choose_device(config: ExperimentConfig) -> torch.device:
 
 
 def build_plain_network(config: ExperimentConfig, task: Task) -> FitGrid:
-    """Return the network with its initial weights, on the CPU; it takes any volume size."""
+    """Return the network with its initial weights, on the CPU; it supports any volume size."""
     network = build_network(
         config.network.spec(), in_channels=task.num_inputs, out_channels=task.num_outputs, patch_size=config.patch.size
     )
     try:
         return FitGrid(network, divisors=getattr(network, "divisors", None))
-    except ImportError as fault:  # FitGrid has called its forward to find the sizes that it takes
+    except ImportError as fault:  # FitGrid has called its forward to find the sizes that it supports
         raise ConfigError(f"network {config.network.name} {explain_import(fault)}") from fault
 
 
@@ -111,7 +111,7 @@ def build_trainable_network(
 
 
 def require_room(config: ExperimentConfig, task: Task, *, trains: bool = True) -> None:
-    """Raise for a window that exceeds this machine's memory, or a batch that exceeds all GPUs', as images and logits.
+    """Raise if images and logits of a window exceed this machine's memory, or those of a batch the memory of all GPUs.
 
     Raises
     ------
@@ -143,7 +143,7 @@ def build_model(
     mesh: "TrainingMesh | None" = None,
     begin: Callable[[FitGrid], object] | None = None,
 ) -> nn.Module:
-    """Return the network on its device or devices; it takes any volume size and returns logits.
+    """Return the network on its device or devices; it supports any volume size and returns logits.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ def build_model(
     device : torch.device
         Device of this process; a strategy may use others too.
     trains : bool
-        Whether the network will be trained; otherwise one process predicts by itself.
+        Whether the network will be trained; otherwise a single process predicts.
     mesh : TrainingMesh, optional
         The processes that train together; only this process by default.
     begin : callable, optional
@@ -164,7 +164,7 @@ def build_model(
     Raises
     ------
     ConfigError
-        If the network cannot be built or run, or returns no logits of the task's labels.
+        If the network cannot be built or run, or does not return logits of the task's labels.
     """
     require_room(config, task, trains=trains)
     if trains:
@@ -265,7 +265,7 @@ def _devices(
 
 
 def count_devices(config: ExperimentConfig, device: torch.device) -> int:
-    """Return the number of devices that this process trains on, if its strategy takes several."""
+    """Return the number of devices that this process trains on, if its strategy uses more than one."""
     if config.parallel.model_strategy == "none":
         return 1
     named = _devices(config, device, trains=True, mesh=None)
@@ -279,8 +279,8 @@ def _deal_devices(count: int, own: torch.device) -> Sequence[str | torch.device]
     gpus, step = list_gpus(), count_gpus() // count
     if gpus.index(own) >= step:
         raise ConfigError(
-            f"parallel.pipeline needs {count} GPUs per process, and the {len(gpus)} visible GPUs leave none to process "
-            f"{gpus.index(own)} of this machine; start {step} processes on a machine"
+            f"parallel.pipeline needs {count} GPUs per process, but of the {len(gpus)} visible GPUs none is left for "
+            f"process {gpus.index(own)} of this machine; start {step} processes per machine"
         )
     return gpus[gpus.index(own) :: step][:count]
 
@@ -296,9 +296,9 @@ def with_fast_kernels(
     Parameters
     ----------
     network : FitGrid
-        Any network; it runs once on an empty batch, which leaves no trace.
+        Any network; it runs once on an empty batch, without lasting effects.
     config : ExperimentConfig
-        ``training.kernels``, and the settings that decide whether the fast kernels pay.
+        ``training.kernels``, and the settings that decide whether the fast kernels are faster.
     num_channels : int
         Channels of the image.
     device : torch.device
@@ -328,7 +328,7 @@ def with_fast_kernels(
             reason = str(fault).partition("\n")[0]
     if not is_open:
         raise ConfigError(f"training.kernels is fast, but {reason}; set it to auto or torch")
-    logger.info("training.kernels is auto and uses torch's: %s", reason)
+    logger.info("torch's kernels are used (training.kernels: auto): %s", reason)
     return None
 
 
@@ -352,7 +352,7 @@ def with_compiled_kernels(
     Parameters
     ----------
     network : FitGrid
-        Any network; it runs on an empty batch, forward and backward, which leaves no trace.
+        Any network; it runs on an empty batch, forward and backward, without lasting effects.
     config : ExperimentConfig
         Patch, batch and precision.
     num_channels : int
@@ -383,7 +383,7 @@ def with_compiled_kernels(
 
 
 def _rehearse_training(network: FitGrid, image: Tensor, config: ExperimentConfig) -> None:
-    """Run forward and backward once, and leave no trace except the compiled code."""
+    """Run forward and backward once; the only lasting effect is the compiled code."""
     before, mode = remember(network), network.training
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     try:
@@ -415,7 +415,7 @@ def explain_eager(config: ExperimentConfig, dtype: torch.dtype) -> str | None:
 
 
 def explain_slowness(config: ExperimentConfig, dtype: torch.dtype) -> str | None:
-    """Return why the fast kernels would not pay in a training that computes in ``dtype``, or None."""
+    """Return why the fast kernels would not be faster in a training that computes in ``dtype``, or None."""
     if dtype is not torch.bfloat16:
         return PAY_IN_BFLOAT16
     reason = explain_eager(config, dtype)
@@ -423,11 +423,11 @@ def explain_slowness(config: ExperimentConfig, dtype: torch.dtype) -> str | None
 
 
 def _explain_slow_predictions(config: ExperimentConfig, dtype: torch.dtype) -> str | None:
-    """Return why the fast kernels would not pay in predictions, or None."""
+    """Return why the fast kernels would not be faster in predictions, or None."""
     if dtype is not torch.bfloat16:
         return PAY_IN_BFLOAT16
     if not config.inference.record:
         return f"{LAUNCHED}, and no window is recorded with inference.record: false"
     if config.inference.window is None:
-        return f"{LAUNCHED}, and whole volumes, each of another shape, are not recorded (inference.window: null)"
+        return f"{LAUNCHED}, and whole volumes of different shapes are not recorded (inference.window: null)"
     return None

@@ -1,4 +1,4 @@
-"""Estimate a config's training on a machine, and the best way to share it: the verb ``volseg plan`` as functions."""
+"""Estimate a config's training on a machine, and choose how to share it: the verb ``volseg plan`` as functions."""
 
 import math
 import shlex
@@ -57,7 +57,7 @@ def plan_training(
     channels, classes : int, optional
         See `load_facts`.
     thorough : bool
-        Whether to trace candidates that cannot win too.
+        Whether to trace also candidates that cannot be the fastest.
     numbers : bool
         Whether candidates that do not fit are traced to the end; see `plan_work`.
     forks : bool
@@ -72,7 +72,7 @@ def plan_training(
     """
     planned, notes = _describe(config, machine, channels, classes)
     if config.patch.growth:
-        notes.append("patches grow, and the table is of the last size: set patch.size and patch.growth for another")
+        notes.append("patches grow, and the table is for the last size; set patch.size and patch.growth for another")
     steps = math.ceil(config.training.iterations / config.training.accumulate)
     return plan_work(planned, notes=notes, steps_per_epoch=steps, thorough=thorough, numbers=numbers, forks=forks)
 
@@ -97,7 +97,7 @@ def _describe(
         resize=partial(_resize, described, machine),
         divisors=(d, h, w),
     )
-    return planned, [f"channels and classes by {facts.source}", *notes]
+    return planned, [f"channels and classes from {facts.source}", *notes]
 
 
 def _resize(described: Described, machine: Machine, sides: tuple[int, int, int]) -> tuple[Work, int]:
@@ -140,14 +140,11 @@ def plan_words(
         if each.memory is None and each.more_than is None:
             refused.setdefault(str(each.refused), []).append(name_candidate(each.candidate))
     lines += [f"Refused: {'; '.join(names)}: {reason}." for reason, names in refused.items()]
-    lines += [
-        "",
-        "GiB of the fullest GPU: `used` by tensors; `reserved` with what torch and its libraries hold besides.",
-    ]
+    lines += ["", "GiB of the fullest GPU: `used` by tensors; `reserved` in total, by torch and its libraries too."]
     if report.rates == "published":
         lines.append(f"Times follow from published rates of {report.gpu}: volseg has no measurements of it.")
     if report.price_source is not None:
-        lines.append(f"Prices: {report.price_source}; of the steps alone, without validation.")
+        lines.append(f"Prices: {report.price_source}; for the steps only, without validation.")
     lines += [f"Note: {note}." for note in report.notes]
     return "\n".join(lines)
 
@@ -200,7 +197,7 @@ def plan_volumes(
 
 
 NEAR = 0.12
-"""Share of the sold memory by which CUDA may report less."""
+"""Largest share of the nominal memory that CUDA may leave out of its report."""
 
 
 def resolve_machine(
@@ -222,20 +219,20 @@ def resolve_machine(
     kind : str
         Kind of GPU; by default the kind with that memory.
     instance : str
-        A machine for rent.
+        A cloud instance.
     here : bool
         Whether to plan for this machine.
 
     Raises
     ------
     ConfigError
-        If several machines are named, no machine is found, or a name is unknown.
+        If more than one machine is named, no machine is found, or a name is unknown.
     """
     described = gpu_memory is not None or kind is not None
     if sum([described, instance is not None, here]) > 1:
         raise ConfigError(
-            "one machine is planned for, by --gpus N --gpu-memory SIZE (or --gpu KIND), by --instance NAME or by "
-            "--here; got several of these"
+            "a plan is for one machine: --gpus N --gpu-memory SIZE (or --gpu KIND), --instance NAME or --here; got "
+            "more than one of these"
         )
     if instance is not None:
         named = get_instance(instance)
@@ -251,7 +248,7 @@ def resolve_machine(
 
 def _take(wanted: int | None, there: int, where: str) -> int:
     if wanted is not None and wanted > there:
-        raise ConfigError(f"--gpus {wanted} asks for more than the {there} GPU(s) of {where}; choose that or fewer")
+        raise ConfigError(f"--gpus {wanted} asks for more than the {there} GPU(s) of {where}; choose at most {there}")
     return wanted or there
 
 
@@ -263,7 +260,7 @@ def _describe_machine(num_gpus: int, gpu_memory: str | None, kind: str | None) -
         assert size is not None
         sold = size  # the generator must not see None
         gpu = min(KINDS.values(), key=lambda each: abs(each.memory / sold - 1))
-    if size is None or 0 <= 1 - gpu.memory / size <= NEAR:  # CUDA reports less than is sold
+    if size is None or 0 <= 1 - gpu.memory / size <= NEAR:  # CUDA reports less than the nominal memory
         size = gpu.memory
     return Machine(gpu=gpu, num_gpus=num_gpus, links=get_links(gpu), gpu_bytes=size)
 
@@ -283,13 +280,13 @@ def local_gpu_kind(device: torch.device) -> GpuKind:
     try:
         kind = find_kind(machine["gpu"])
     except ConfigError as fault:
-        raise ConfigError(f"{fault}; or measure it once by volseg plan --calibrate") from None
+        raise ConfigError(f"{fault}; or measure it once with volseg plan --calibrate") from None
     return replace(kind, memory=machine["total_memory"])
 
 
 def _find_own_machine(num_gpus: int | None) -> Machine:
     if not count_gpus():
-        raise ConfigError("--here plans for the GPUs of this machine, but none is visible; name others by --instance")
+        raise ConfigError("--here plans for the GPUs of this machine, but none is visible; name others with --instance")
     # In a fork, so that this process can still fork to trace steps.
     gpu = ask_copy(lambda: local_gpu_kind(current_gpu_or_cpu()))
     count = _take(num_gpus, count_gpus(), "this machine")
@@ -305,4 +302,4 @@ def calibrate_words() -> str:
         If there is no GPU.
     """
     kind = calibrate(current_gpu_or_cpu())
-    return f"{kind.name}: {kind.source}; --here and parallel: auto forecast by it"
+    return f"{kind.name}: {kind.source}; --here and parallel: auto use these rates"

@@ -1,10 +1,10 @@
-"""Handle a training step that is out of memory: explain it, and resume the run with less memory if the config allows.
+"""Handle a training step that runs out of memory: explain it, and resume the run with less memory if the config allows.
 
 With ``parallel.on_oom: replan`` a run resumes from its last checkpoint with settings that need less memory on the same
 devices, but only once. A second failure ends the run: it may be a leak, and every attempt costs minutes of GPUs.
 
-A single process frees its memory and starts again by itself. Of several processes, only one may fail while the others
-wait for it in a collective that cannot be interrupted. So all of them restart as processes without the launcher's
+A single process frees its memory and starts again on its own. Of several processes, only one may fail while the others
+wait for it in a collective that cannot be interrupted. So all of them restart without the launcher's
 knowledge, and pass the failure on in an environment variable. After the restart the leader chooses for all of them:
 then no process waits in a collective, and the GPUs are empty.
 
@@ -64,13 +64,13 @@ HOST_MEMORY = ("DefaultCPUAllocator", "can't allocate memory", "Storage size cal
 """Texts of messages about main memory, which no other use of the GPUs saves."""
 
 
-class BeginAgain(Exception):  # noqa: N818 (it is none)
-    """Request to restart the run in this process with other settings: no error; the caller of `heeding` catches it."""
+class BeginAgain(Exception):  # noqa: N818 (not an error)
+    """Request to restart the run in this process with other settings; the caller of `heeding` catches it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A training step that was out of memory."""
+    """A training step that ran out of memory."""
 
     where: str
     """Process, host and device."""
@@ -83,7 +83,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Replanned:
-    """Settings of a run after such a step."""
+    """Settings of a run after a step ran out of memory."""
 
     asked: Mapping[str, Any]
     """``parallel`` of the config that failed; a resumed run with another value follows its config."""
@@ -113,15 +113,15 @@ class Replanned:
             require_sound_overrides(found.overrides)
         except (ConfigError, ValueError) as fault:
             raise CheckpointError(
-                f"{source} should hold the settings chosen after the run ran out of memory ({fault}); restore it "
-                "from a copy, or remove it to continue with the config of the run"
+                f"{source} should contain the settings chosen after the run ran out of memory ({fault}); restore it "
+                "from a backup, or remove it to continue with the config of the run"
             ) from fault
         return found
 
     def __str__(self) -> str:
         how = " ".join(f"--set {override}" for override in self.overrides)
-        failed = f"{self.failure.where} was out of memory at {self.failure.at}"
-        return f"{failed}; since then, and once only, the run continues with {how}: {self.why}"
+        failed = f"{self.failure.where} ran out of memory at {self.failure.at}"
+        return f"{failed}; since then, and only once, the run continues with {how}: {self.why}"
 
 
 class Replanning:
@@ -148,7 +148,7 @@ class Replanning:
         Raises
         ------
         OutOfMemoryError
-            If no candidate takes less memory.
+            If no candidate needs less memory.
         """
         failures = gather_over_processes([json.dumps(asdict(self.failure))] if self.failure else [])
         count = count_processes()
@@ -163,7 +163,7 @@ class Replanning:
                 return None
             found = Replanned.read(read_json(file), file)
             if dict(found.asked) != _list_asked(config) or found.processes != count:
-                logger.info("%s is for another mesh; the requested one is tried unchanged", file)
+                logger.info("%s is for another mesh; the requested mesh is used", file)
                 return None
             logger.info("%s", found)
             return asdict(found)
@@ -179,7 +179,7 @@ class Replanning:
 
     @contextmanager
     def heeding(self) -> Iterator[None]:
-        """Handle a step that is out of memory within the block; any other error passes.
+        """Handle a step that runs out of memory within the block; any other error passes.
 
         Raises
         ------
@@ -196,7 +196,7 @@ class Replanning:
                 raise
             if not _is_of_step(self.config, cause):
                 raise OutOfMemoryError(
-                    f"{fault}. It was not a training step ({get_milestone()}), so other settings of a step do not help"
+                    f"{fault}. The failure was not in a training step ({get_milestone()}), so replanning cannot help"
                 ) from cause
             said = describe_attempt(self.config, choose_device(self.config), cause)
             failure = Failure(where=name_own_place(), at=str(get_milestone()), said=said, tried=self.tried)
@@ -213,8 +213,8 @@ class Replanning:
             return
         if multiprocessing.parent_process() is not None:  # a restart would lose the pipe to its parent
             raise OutOfMemoryError(
-                f"{failure.said}. parallel.on_oom: replan restarts processes, which those of multiprocessing "
-                "cannot; start them by torchrun, or by volseg train --gpus"
+                f"{failure.said}. parallel.on_oom: replan restarts processes, but those of multiprocessing "
+                "cannot restart; start them with torchrun or volseg train --gpus"
             )
         begin_all_anew(failure.said, supervision, {VARIABLE: json.dumps(asdict(failure))})
 
@@ -222,10 +222,10 @@ class Replanning:
         """Return the failure with remedies."""
         answer = _forecast(self.config, failure.tried, more_gpus=True)
         lines = list_lines(self.config, rank_smaller(failure.tried, answer.forecasts), count_processes())
-        before = [] if self.replanned is None else [f"{self.replanned}. A second time ends the run."]
-        ways = ["What takes less, fastest first:", *lines] if lines else []
+        before = [] if self.replanned is None else [f"{self.replanned}. A second failure ends the run."]
+        ways = ["Settings that need less memory, fastest first:", *lines] if lines else []
         fitting = [f"It would fit: {remedy}." for remedy in answer.remedies]
-        lacking = [f"How much each takes is not forecast: {answer.problem}."] if answer.problem else []
+        lacking = [f"Their memory could not be estimated: {answer.problem}."] if answer.problem else []
         tried = self.config if self.replanned is None else self.replanned.apply(self.config)
         told = [f"{failure.said}, at {failure.at}.", *before, *ways, *lacking, *fitting, describe_remedies(tried)]
         return "\n".join(told)
@@ -251,7 +251,7 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
     Raises
     ------
     OutOfMemoryError
-        If no candidate takes less memory.
+        If no candidate needs less memory.
     """
     answer = _forecast(config, failure.tried, more_gpus=False)
     for way in rank_smaller(failure.tried, answer.forecasts):
@@ -269,7 +269,7 @@ def _choose(config: ExperimentConfig, failure: Failure, processes: int) -> Repla
             why=describe_estimate(way),
         )
     raise OutOfMemoryError(
-        f"{failure.said}. parallel.on_oom: replan found nothing that takes less memory on the same devices"
+        f"{failure.said}. parallel.on_oom: replan found no settings that need less memory on the same devices"
     )
 
 
@@ -290,5 +290,5 @@ def _forecast(config: ExperimentConfig, tried: Candidate, *, more_gpus: bool) ->
     is_open = config.model_copy(update={"parallel": ParallelConfig(timeout=config.parallel.timeout)})
     answer = run_plan(is_open, gpus, thorough=True)
     if answer.problem:
-        logger.warning("no forecast of what would fit: %s", answer.problem)
+        logger.warning("could not estimate what would fit: %s", answer.problem)
     return answer

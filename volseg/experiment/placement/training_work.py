@@ -29,7 +29,7 @@ from volseg.workflow.precision import Precision
 from volseg.workflow.schedules import WeightAverage
 
 BATCHES_AHEAD = 2
-"""Batches on a GPU beside that of the step: one waiting batch, and one that is being cut and augmented."""
+"""Batches on a GPU in addition to that of the step: one waiting batch, and one that is being cut and augmented."""
 
 AUGMENTATION = 48 * 2**20
 """Bytes of the stream that cuts and augments batches of a size: cuBLAS's scratch memory, 32 MiB on an H200, and
@@ -47,7 +47,7 @@ class Described:
     batches: int
     """Batches of the traced step; each further batch of an optimizer step costs as much."""
     rule: GridRule
-    """Rule for the sides that the network takes."""
+    """Rule for the sides that the network supports."""
 
 
 def describe_training(config: ExperimentConfig, dtype: torch.dtype, facts: DataFacts) -> Described:
@@ -218,11 +218,11 @@ def _list_not_followed(config: ExperimentConfig) -> Iterator[str]:
     """Yield the parts of a config that the estimate does not cover."""
     if config.augmentation.enabled and config.augmentation.own:
         names = ", ".join(each.name for each in config.augmentation.own)
-        yield f"the memory that augmentations of your own ({names}) take beside the step is not counted"
+        yield f"the memory that augmentations of your own ({names}) use is not counted"
     if not config.training.can_be_followed:
         yield (
             "memory and times are those of torch's kernels: compiled kernels (training.kernels: compiled) cannot be "
-            "traced, and take other memory and time"
+            "traced, and differ in memory and time"
         )
     elif config.training.kernels == "measured":
         yield (

@@ -58,7 +58,7 @@ def _refuse_cascade(config: ExperimentConfig, source: Path) -> None:
 
 
 def _list_shapes(rule: GridRule, channels: int, sides: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the shapes for comparison: its window, several windows, and a larger volume if the network takes one."""
+    """Return the shapes for comparison: its window, two windows, and a larger volume if the network supports one."""
     shapes = [(1, channels, *sides), (2, channels, *sides)]
     larger = tuple(side + step for side, step in zip(sides, rule.divisors, strict=True))
     return shapes if rule.fixed or not rule.takes(larger) else [*shapes, (1, channels, *larger)]
@@ -72,11 +72,11 @@ def _export_bundle(
         raise ConfigError(f"{output} exists; a MONAI bundle is written to a new folder")
     if task.regions:
         raise ConfigError(
-            f"the task {task.name} has regions, which a MONAI bundle would write as channels and not paint into a "
-            "label map; export an archive instead"
+            f"the task {task.name} has regions, which a MONAI bundle would write as channels, not as one label "
+            "map; export an archive instead"
         )
     if trained.kind is not Predictor:
-        raise ConfigError(f"{trained.source} predicts as nnU-Net does, which MONAI has no counterpart for")
+        raise ConfigError(f"{trained.source} predicts like nnU-Net, which MONAI does not support; use --to torchscript")
     rule, window = trained.models[0].rule, config.inference.window
     assert isinstance(rule, GridRule)
     if window is not None and not rule.takes(window):
@@ -112,7 +112,7 @@ def _export_bundle(
 
 
 def _require_same(folder: Path, network: nn.Module, shapes: list[tuple[int, ...]]) -> None:
-    """Raise unless the network that MONAI builds from the bundle gives the same logits."""
+    """Raise unless the network that MONAI builds from the bundle returns the same logits."""
     parser = ConfigParser()
     parser.read_config(str(folder / "configs" / "inference.json"))
     parser["bundle_root"], parser["device"] = str(folder), "$torch.device('cpu')"
@@ -143,7 +143,7 @@ def export(
     output : path
         Path of the file, replaced only as a whole; for ``monai-bundle`` a new folder.
     to : str
-        One of `FORMATS`. All but ``archive`` take one network, which is compared with the file before the file is kept.
+        One of `FORMATS`. All but ``archive`` store one network; a file is kept only if its output agrees.
     checkpoint : str
         ``latest``, ``best`` or ``previous``.
     licence : str
@@ -160,19 +160,19 @@ def export(
         If a checkpoint cannot be used.
     """
     if to not in FORMATS:
-        raise ConfigError(f"--to takes {', '.join(FORMATS)}, got {to!r}; {did_you_mean(to, FORMATS)}")
+        raise ConfigError(f"--to must be one of {', '.join(FORMATS)}, got {to!r}; {did_you_mean(to, FORMATS)}")
     source, output = Path(source), Path(output)
-    if to != "monai-bundle" and not output.is_dir():  # a folder is refused with a reason of its own
+    if to != "monai-bundle" and not output.is_dir():  # a folder is refused below
         require_new(output, overwrite=overwrite)
     if to == "archive":
         return _export_archive(source, output, checkpoint, licence)
     if to in SUFFIXES and (output.suffix not in SUFFIXES[to] or output.is_dir()):
-        raise ConfigError(f"--to {to} writes a file that ends in {' or '.join(SUFFIXES[to])}, got {output}")
+        raise ConfigError(f"--to {to} needs a file name that ends in {' or '.join(SUFFIXES[to])}, got {output}")
     trained = load_trained(source, checkpoint, PLAIN)
     _refuse_cascade(trained.config, source)
     if len(trained.models) > 1:
         raise ConfigError(
-            f"{source} holds {len(trained.models)} networks, but {to} holds one: name one fold, such as "
+            f"{source} contains {len(trained.models)} networks, but {to} can store one; name one fold, such as "
             f"{source / 'fold_0'}"
         )
     fitted = trained.models[0]
@@ -182,9 +182,9 @@ def export(
     network = OneOutput(fitted.net, None if len(outputs) == 1 else outputs.index("logits")).eval()
     shapes = _list_shapes(fitted.rule, trained.task.num_inputs, shape)
     if trained.config.inference.mirror:
-        logger.warning("the run predicts by the mean of mirrored volumes; %s holds only the network", output)
+        logger.warning("the run averages over mirrored volumes, but %s contains only the network", output)
     if names := trained.config.inference.keep_largest:
-        logger.warning("the run keeps only the largest component of %s; %s does not", ", ".join(names), output)
+        logger.warning("the run keeps only the largest component of %s, but %s does not", ", ".join(names), output)
     if to == "torchscript":
         return write_torchscript(network, shapes, output)
     if to == "onnx":
@@ -196,10 +196,10 @@ def _export_archive(source: Path, output: Path, checkpoint: str, licence: str) -
     """Write a run, or the finished folds of a cross-validation, as one file.
 
     The weights are those of a prediction (averaged weights if the training kept them). Data about people or machines
-    are left out: the cases' names, paths, the environment.
+    are omitted: the cases' names, paths, the environment.
     """
     if output.is_dir() or output.suffix != ".zip":
-        raise ConfigError(f"a run is exported to a file such as model.zip, got {output}")
+        raise ConfigError(f"an archive needs a file name such as model.zip, got {output}")
     runs = require_runs(source)
     _refuse_cascade(runs[0].config(), source)
     members: dict[str, bytes] = {}

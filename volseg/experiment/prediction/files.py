@@ -3,11 +3,11 @@
 ::
 
     FOLDER/CASE.nii.gz                  label map; CASE.dcm for DICOM segmentations
-    FOLDER/probabilities/CASE.nii.gz    of every class or region
+    FOLDER/probabilities/CASE.nii.gz    probabilities of every class or region
     FOLDER/uncertainty/CASE.nii.gz      entropy of the probabilities
     FOLDER/previous_stage/CASE.nii.gz   label map of a cascade's first stage
     FOLDER/volumes.csv                  volume (ml) of each label
-    FOLDER/predicted.jsonl              record: what made them
+    FOLDER/predicted.jsonl              record: networks, settings and results
 
 The first line of ``predicted.jsonl`` has the weights and settings, and is written before the first label map. Then each
 label map and each failed case adds a line. So an interrupted prediction can resume, and a label map of an earlier
@@ -67,7 +67,7 @@ class PredictionFiles:
     def __post_init__(self) -> None:
         if self.label_format not in SUFFIXES:
             raise ConfigError(
-                f"no format of label maps is called {self.label_format!r}; {did_you_mean(self.label_format, SUFFIXES)}"
+                f"unknown format of label maps {self.label_format!r}; {did_you_mean(self.label_format, SUFFIXES)}"
             )
         if self.label_format != "nifti":
             import_highdicom()
@@ -79,7 +79,7 @@ class PredictionFiles:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings that the files depend on, beside the networks; empty for plain label maps."""
+        """Settings that the files depend on, in addition to the networks; empty for plain label maps."""
         steps = [] if self.postprocessing is None else self.postprocessing.steps
         return {
             **({} if self.label_format == "nifti" else {"format": self.label_format}),
@@ -155,7 +155,7 @@ class PredictionFiles:
         return path, measure_volumes(labels, task)
 
 
-# What became of the cases of a prediction: for the eye, and for programs.
+# Report the results of the cases of a prediction, for people and for programs.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class CaseResult:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """See `volseg.inference.prefetching.CaseOutcome`; empty for a case that was there before."""
     remarks: tuple[Remark, ...] = ()
-    """Remarks on the image, to look at."""
+    """Remarks on the image, to check."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +217,7 @@ class Predicted:
             )
             for case in self.cases
         ]
-        table = format_table([("case", "result", "seconds", "label map, or why there is none"), *rows])
+        table = format_table([("case", "result", "seconds", "label map or error"), *rows])
         told = ", ".join(f"{count} {state}" for state, count in self._count().items() if count)
         return f"{table}\n\n{len(self.cases)} case(s) in {self.folder}: {told}"
 
@@ -269,7 +269,7 @@ class PredictionRecord:
             remove_partials(self._folder, pattern, time.time() - PARTIAL_SECONDS)
         lines = self._read()
         if lines and not self._list_changes(_parse(lines[0])):
-            if not lines[-1].endswith("\n"):  # a line cut off by a kill must not spoil the next one
+            if not lines[-1].endswith("\n"):  # a line cut off by a kill must not corrupt the next one
                 self._append("\n")
             return
         with replacing(self._folder / RECORD) as partial:
@@ -287,7 +287,7 @@ class PredictionRecord:
         if changed := self._list_changes(made_by):
             raise ConfigError(
                 f"the predictions in {self._folder} were made with other settings ({', '.join(changed)} differ); name "
-                "another folder by --output, or predict all images again by --overwrite in place of --resume"
+                "another folder with --output, or predict all images again with --overwrite instead of --resume"
             )
         known = {entry.get("case"): entry for entry in entries}
         done = {}

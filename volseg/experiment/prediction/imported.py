@@ -1,4 +1,4 @@
-"""Open networks of nnU-Net's folders and of exported files as the same objects as a run's."""
+"""Open networks of nnU-Net's folders and of exported files, as the same objects as those of a run."""
 
 import logging
 import re
@@ -42,7 +42,7 @@ MEASURED_BY_NNUNET = "crossval_results*/postprocessing.pkl"
 """File of nnU-Net with the postprocessing that improved its scores."""
 
 MEMBERS = ("task.json", "network.json", "components.json")
-"""Files of a run folder that an archive holds unchanged for each network, if the run has them."""
+"""Files of a run folder that an archive contains unchanged for each network, if the run has them."""
 
 NNUNET_CHECKPOINTS = {
     "latest": "checkpoint_final.pth",
@@ -72,8 +72,8 @@ def open_nnunet(read: NnunetModel, overrides: Sequence[str] = ()) -> Iterator[So
     config, preprocessing = _describe(read, overrides), build_preprocessing(read.plan)
     for found in sorted(read.folder.glob(MEASURED_BY_NNUNET))[:1]:
         logger.warning(
-            "%s is not applied: it is a pickle, which runs code, so it is not read, and nnU-Net's predict leaves it to "
-            "nnUNetv2_apply_postprocessing as well, which takes these label maps",
+            "%s is not applied: it is a pickle, which can run code, and nnU-Net's predict does not apply it either; "
+            "use nnUNetv2_apply_postprocessing on these label maps",
             found,
         )
     with torch.device("meta"):  # only the names and shapes of its tensors matter
@@ -120,7 +120,7 @@ def _describe(read: NnunetModel, overrides: Sequence[str]) -> ExperimentConfig:
             f"nnU-Net predicts with windows of its plans' patch size, {list(plan.patch)}, got inference.window "
             f"{config.inference.window}; leave inference.window out"
         )
-    # nnU-Net predicts in float16 on a GPU; of what autocast offers, that has the most digits.
+    # nnU-Net predicts in float16 on a GPU; of autocast's types, it has the most digits.
     if config.training.precision == "auto" and choose_device(config).type == "cuda":
         config = config.with_values(training={"precision": "fp16"})
     return config
@@ -131,7 +131,7 @@ def open_archive(
 ) -> Iterator[SourceNetwork]:
     """Yield the networks in a file of `volseg export`: one, or those of a cross-validation's folds.
 
-    A network must be built before the next one is asked for: its run folder is temporary.
+    A network must be built before the next one is requested: its run folder is temporary.
 
     Parameters
     ----------
@@ -140,25 +140,25 @@ def open_archive(
     overrides : sequence of str
         Such as ``inference.mirror=false``.
     checkpoint : str
-        Checkpoint to take; ``latest`` means the exported one.
+        Checkpoint to use; ``latest`` means the exported one.
     fold : str, optional
         Such as ``fold_2``: only this one.
 
     Raises
     ------
     CheckpointError
-        If the file is damaged, was changed, or is of a version that is not known.
+        If the file is damaged, was changed, or has an unknown version.
     ConfigError
-        If it holds another checkpoint, or no such fold.
+        If it contains another checkpoint, or no such fold.
     """
     manifest, members = read_archive(file)
     count, exported = manifest.get("networks"), str(manifest.get("checkpoint"))
     if not isinstance(count, int) or not 1 <= count <= len(members):
         raise CheckpointError(
-            f"{file}: its manifest should say how many networks it holds, got {count!r}; copy it again"
+            f"the manifest of {file} should state the number of networks, got {count!r}; copy the file again"
         )
     if checkpoint not in ("latest", exported):
-        raise ConfigError(f"{file} holds the {exported} checkpoint, not {checkpoint}; leave --checkpoint out")
+        raise ConfigError(f"{file} contains the {exported} checkpoint, not {checkpoint}; leave out --checkpoint")
     folds = _name_folds(manifest.get("folds"), count)
     if fold is not None and fold not in folds:
         raise ConfigError(f"{file} has no {fold}; it has {', '.join(folds) or 'one network and no folds'}")
@@ -207,11 +207,11 @@ SUFFIXES = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".ts", ".safetensors")
 """Suffixes of files with weights; a file of ``torch.save`` may have another suffix."""
 
 CONTAINERS = ("state_dict", "network_weights", "model", "model_state_dict")
-"""Keys under which others keep a ``state_dict``: Lightning, nnU-Net, and many scripts."""
+"""Keys under which other programs store a ``state_dict``: Lightning, nnU-Net, and many scripts."""
 
 
 def locate_weights(path: Path) -> Path | None:
-    """Return the file of weights that a path means, which may be a MONAI bundle; None if it means none."""
+    """Return the weights file of a path, which may be a MONAI bundle; None if there is none."""
     if (path / "configs").is_dir() and (path / "models").is_dir():
         candidates = [path / "models" / name for name in ("model.pt", "model.ts")]
         return next((file for file in candidates if file.is_file()), None)
@@ -226,18 +226,18 @@ def _is_zip(path: Path) -> bool:
 
 
 def open_weights(file: Path, overrides: Sequence[str] = ()) -> Iterator[SourceNetwork]:
-    """Yield the network of a file; only a checkpoint of nnU-Net says which network it is.
+    """Yield the network of a file; only a checkpoint of nnU-Net describes its network.
 
     Raises
     ------
     CheckpointError
-        If the file is damaged, holds no weights, or cannot be read without running code.
+        If the file is damaged, contains no weights, or cannot be read without running code.
     """
     weights = SourceNetwork(source=file, file=file, values={}, digest=digest_file(file))
     if file.suffix.lower() == ".safetensors":  # it carries no checksum, so start.json keeps its digest
         values = unpack_tensors(file.read_bytes(), str(file))
         if not values:
-            raise CheckpointError(f"{file} holds no weights; name another file")
+            raise CheckpointError(f"{file} contains no weights; name another file")
         yield replace(weights, values=values)
         return
     content = read_torch_file(file)
@@ -249,20 +249,20 @@ def open_weights(file: Path, overrides: Sequence[str] = ()) -> Iterator[SourceNe
         try:
             yield from open_nnunet(read_alone(file, parse_nnunet(content, file)), overrides)
             return
-        except ConfigError as fault:  # a network of its own may take these weights by their own names
+        except ConfigError as fault:  # a custom network may use these weights under their own names
             unknown = str(fault)
     yield replace(weights, values=_find_state_dict(content, file), unknown=unknown)
 
 
 def _find_state_dict(content: Any, path: Path) -> Mapping[str, Any]:
     """Return the ``state_dict`` in a file of another program."""
-    for _ in CONTAINERS:  # one may hold another, and a damaged one may hold itself
+    for _ in CONTAINERS:  # one may contain another, and a damaged one may contain itself
         found = [key for key in CONTAINERS if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)]
         if not found:
             break
         if len(found) > 1:
             raise CheckpointError(
-                f"{path} holds weights under {' and '.join(found)}; save the ones that you want: "
+                f"{path} contains weights under {' and '.join(found)}; save only one of them: "
                 "torch.save(network.state_dict(), FILE)"
             )
         content = content[found[0]]
@@ -271,5 +271,5 @@ def _find_state_dict(content: Any, path: Path) -> Mapping[str, Any]:
         and all(isinstance(name, str) for name in content)
         and any(isinstance(value, Tensor) for value in content.values())
     ):
-        raise CheckpointError(f"{path} holds no state_dict, which maps names to tensors")
+        raise CheckpointError(f"{path} contains no state_dict (names and their tensors); name another file")
     return content

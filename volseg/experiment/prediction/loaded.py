@@ -132,7 +132,7 @@ class LoadedModel:
         )
 
     def _require_sound(self, image: MetaTensor) -> None:
-        """Raise all faults for which ``volseg predict`` refuses an image; warn of the rest."""
+        """Raise all faults for which ``volseg predict`` refuses an image; warn of the others."""
         faults = [*check_grid(image), *check_image_voxels(image, self.task)]
         name = image.meta.get("filename_or_obj", "the image")
         if bad := [fault.text for fault in faults if KINDS[fault.kind].severity == "bad"]:
@@ -194,7 +194,7 @@ def load(
     device = None if device is None else str(device)
     if folds is not None:
         if not isinstance(source, Source) or not folds:
-            raise ConfigError(f"folds chooses networks of one source, got {folds!r} of {source}")
+            raise ConfigError(f"folds must name folds of one source, got {folds!r} of {source}")
         source = [path_of(source) / f"fold_{fold}" for fold in folds]
     settings = [*overrides] if device is None else [*overrides, f"device={device.partition(':')[0]}"]
     if mirror is not None:
@@ -233,24 +233,22 @@ def to_volume(given: Any, affine: Any = None) -> MetaTensor:
     Raises
     ------
     DataError
-        If the image is of another kind, or its voxels have no place in the patient.
+        If the image is of another kind, or the position of its voxels in the patient is unknown.
     """
     if isinstance(given, np.ma.MaskedArray):
         raise DataError("a masked array has voxels without values: fill them first (array.filled(value))")
     is_bare = isinstance(given, np.ndarray | Tensor) and not isinstance(given, MetaTensor)
     if is_bare != (affine is not None):
         needs = (
-            "needs an affine (4 x 4, voxel index to RAS+ mm)" if is_bare else "has a place of its own: give no affine"
+            "needs an affine (4 x 4, voxel index to RAS+ mm)" if is_bare else "has its own affine: pass no other one"
         )
         raise DataError(f"an image given as {type(given).__name__} {needs}")
     if isinstance(given, tuple | list) and not all(isinstance(one, str | Path) for one in given):
-        raise DataError(
-            "several files are paths, one per channel; stack arrays to one of the shape (C, D, H, W) with an affine"
-        )
+        raise DataError("a list must contain paths, one per channel; stack arrays into one (C, D, H, W) with an affine")
     if isinstance(given, str | Path | tuple | list):
         return read_volume(given)
     if isinstance(given, Tensor) and (given.layout is not torch.strided or given.is_meta or given.is_complex()):
-        raise DataError(f"a tensor should be dense, real and with values, got {given.layout} of {given.dtype}")
+        raise DataError(f"a tensor should be dense, real and not meta, got {given.layout} of {given.dtype}")
     if isinstance(given, MetaTensor):
         _require_as_read(given)
         return given.detach().to(torch.float32)
@@ -297,7 +295,7 @@ def _require_as_read(volume: MetaTensor) -> None:
     is_cut = sides is not None and tuple(map(int, sides)) != tuple(volume.shape[1:])
     if has_moved or is_cut or volume.applied_operations or volume.pending_operations:
         raise DataError(
-            "a volume should lie on the grid of its file, and transforms were applied to this one: give the voxels and "
+            "a volume should be on the grid of its file, but transforms were applied to this one: pass the voxels and "
             "their affine (volume.as_tensor(), volume.affine), or the file"
         )
 
@@ -310,7 +308,7 @@ def as_kind_of(given: Any, label_map: MetaTensor, image: MetaTensor, names: Mapp
     given : Any
         The argument of `to_volume`.
     label_map : MetaTensor
-        On the original grid of the image.
+        Label map on the original grid of the image.
     image : MetaTensor
         The volume of ``given``.
     names : mapping

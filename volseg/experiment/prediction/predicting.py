@@ -54,7 +54,7 @@ def predict(
 ) -> Predicted:
     """Predict images and write each label map as ``CASE.nii.gz`` on its image's own grid.
 
-    A case that fails (a damaged file, a volume that does not fit) is reported, and the others go on.
+    A case that fails (a damaged file, a volume that does not fit) is reported, and the others continue.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def predict(
     resume : bool
         Resume an interrupted prediction: complete label maps are kept.
     skip_existing : bool
-        Skip cases whose label map file exists, whatever it holds.
+        Skip cases whose label map file exists, whatever its content.
     overwrite : bool
         Replace existing label maps. If there are any, one of these three is required.
     strict : bool
@@ -88,18 +88,18 @@ def predict(
     label_format : str
         Format of label maps: ``nifti`` or ``dicom-seg``.
     colour_tables : bool
-        Write names and colours of the labels beside the label maps; see `format_colour_tables`.
+        Write names and colours of the labels next to the label maps; see `format_colour_tables`.
 
     Raises
     ------
     DataError
         For images that are absent or share a name; if ``strict``, for all bad images at once.
     ConfigError
-        If the source cannot predict, label maps cannot be written or exist, or those of a resumed prediction were
-        made otherwise.
+        If the source cannot predict, label maps cannot be written or exist, or those of a resumed prediction have
+        other settings.
     """
     if sum((resume, skip_existing, overwrite)) > 1:
-        raise ConfigError("--resume, --skip-existing and --overwrite say what becomes of label maps; give one of them")
+        raise ConfigError("--resume, --skip-existing and --overwrite exclude each other; use one of them")
     order: dict[str, Any] = {
         "source": list(source) if isinstance(source, tuple | list) else [source],
         "output": output,
@@ -115,9 +115,9 @@ def predict(
     done = record.list_done(cases) if resume else record.list_existing(cases)
     if done and not (resume or skip_existing or overwrite):
         raise ConfigError(
-            f"{files.folder} holds {len(done)} of the {len(cases)} label maps, first {next(iter(done))}. Continue "
-            "this prediction with --resume, keep label maps of any origin with --skip-existing, replace them by "
-            "--overwrite, or name another folder by --output"
+            f"{files.folder} contains {len(done)} of the {len(cases)} label maps, first {next(iter(done))}. Continue "
+            "this prediction with --resume, keep label maps of any origin with --skip-existing, replace them with "
+            "--overwrite, or name another folder with --output"
         )
     done = {} if overwrite else done
     waiting = [case for case in cases if case["case"] not in done]
@@ -126,14 +126,14 @@ def predict(
     cut_over = _choose_devices(devices, waiting, trained)
     queue = PredictionQueue(trained, files, record, waiting, strict=strict, devices=cut_over)
     if stage is not None:
-        logger.info("%s labels the images first", stage)
+        logger.info("%s predicts the images first", stage)
         predict(
             stage,
             images,
             files.stage_folder,
             overrides=[setting for setting in overrides if setting.startswith("device")],
             series=series,
-            resume=resume or skip_existing,  # a label map of another image or network would enter this one
+            resume=resume or skip_existing,  # a label map of another image or network would be an input of this one
             overwrite=overwrite,
             strict=strict,
             gpus=gpus,
@@ -175,15 +175,15 @@ def _choose_devices(gpus: Sequence[str | None], waiting: Sequence[Case], trained
 
 
 def serve_predictions() -> None:
-    """Predict the cases that the parent process sends; see `prediction_queue`."""
+    """Predict the cases that the parent process sends; see `predict_in_processes`."""
     channel = open_channel()
     order = channel.receive()
     try:
         trained, files, record = _load(order)
         if record.digest != order["made_by"]:
             raise ConfigError(
-                "the weights were replaced while the prediction began, by a running training; wait for it, or "
-                "name other weights by --checkpoint; the same command with --overwrite predicts all images again"
+                "a running training replaced the weights while the prediction started; wait until it ends, or choose "
+                "other weights with --checkpoint; --overwrite predicts all images again"
             )
         queue = PredictionQueue(trained, files, record, (), strict=False)
         for result in queue.predict_each(_ask_for_cases(channel)):
@@ -209,7 +209,7 @@ def _choose_folder(named: Sequence[Source], output: str | Path | None) -> Path:
     path = path_of(named[0])
     if len(named) == 1 and any(RunFolder(run).exists for run in (path, *path.glob("fold_*"))):
         return RunFolder(path).predictions
-    raise ConfigError("only a run or a cross-validation has a folder for label maps; name a folder by --output")
+    raise ConfigError("only a run or a cross-validation has a folder for label maps; name a folder with --output")
 
 
 def _require_writable(cases: Sequence[Case], files: PredictionFiles) -> None:
@@ -222,8 +222,8 @@ def _require_writable(cases: Sequence[Case], files: PredictionFiles) -> None:
         trial.unlink()
     except OSError as fault:
         raise ConfigError(
-            f"label maps, such as of {case['case'][:40]}, cannot be written to {output} ({fault.strerror or fault}); "
-            "name another folder by --output, or give the case a shorter name"
+            f"label maps, such as {case['case'][:40]}, cannot be written to {output} ({fault.strerror or fault}); "
+            "name another folder with --output, or give the case a shorter name"
         ) from fault
 
 
@@ -233,7 +233,8 @@ def _refuse_own_images(cases: Sequence[Case], files: PredictionFiles) -> None:
     images = [image for case in cases for image in list_files(case["image"])]
     if overwritten := [image for image in images if image.resolve() in written]:
         raise DataError(
-            f"{files.folder} holds the image {overwritten[0]} itself; choose another folder for the predictions"
+            f"{files.folder} contains the image {overwritten[0]}, which a label map would replace; "
+            "choose another --output"
         )
 
 
@@ -250,7 +251,7 @@ def resolve_images(
     paths : path, or sequence of them
         Files, folders of files, DICOM folders and folders above them, or tables; see `volseg.data.layouts.table`.
     modalities : sequence of str
-        Names of the channels. With several, a file holds all of them, or each channel is in its own file in one folder:
+        Names of the channels. With several, a file has all of them, or each channel is in its own file in one folder:
         ``CASE_0000``, ``CASE_0001`` ..., or ``CASE_NAME``.
     series : sequence of str
         UIDs of DICOM series, or texts in their description, to select. By default all series except scouts and those
@@ -275,7 +276,7 @@ def resolve_images(
         elif path.is_dir() and not list_images(path):
             found = search_series(path)
             if not (found.images or found.others or found.damaged):
-                raise DataError(f"{path} holds neither an image nor a DICOM series; name the folder that does")
+                raise DataError(f"{path} contains neither an image nor a DICOM series; name another folder")
             held = [one.folder for one in (*found.images, *found.others)]
             if held in ([], [path]) and not series:  # exactly one series, or no DICOM, which its reader will report
                 loose.append(path)
@@ -290,7 +291,7 @@ def resolve_images(
             raise DataError(f"{path} does not exist; name image files, DICOM folders or a folder of image files")
     if not (is_chosen or dicom):
         raise DataError(
-            f"{list_some(list(map(str, paths)))}: no DICOM among them to choose series of; leave out --series"
+            f"{list_some(list(map(str, paths)))}: there is no DICOM series to choose from; leave out --series"
         )
     if dicom:  # several may be of one series
         cases.extend(_list_series(gather_series(dicom), series, dicom[0].parent))
@@ -299,7 +300,7 @@ def resolve_images(
         require_text([case["case"], *list_files(case["image"])], "an image to predict")
     if doubled := list_duplicates(case["case"] for case in cases):
         same = [name_files(case["image"]) for case in cases if case["case"] == doubled[0]]
-        raise DataError(f"{' and '.join(same)} would both be written as {doubled[0]}.nii.gz; predict them apart")
+        raise DataError(f"{' and '.join(same)} would both be written as {doubled[0]}.nii.gz; predict them separately")
     return cases
 
 
@@ -309,7 +310,7 @@ def _list_series(found: FoundSeries, wanted: Sequence[str], where: Path) -> list
     if left := [series for series in found.others if series not in chosen]:
         logger.info("%s: %d series left out: %s", where, len(left), "; ".join(f"{one}: {one.left_out}" for one in left))
     with_series = {one.folder for one in (*found.images, *found.others)}
-    # If a folder has only damaged files, its reader reports it; beside a series the folder is refused.
+    # If a folder has only damaged files, its reader reports it; a folder with a series next to them is refused.
     unread = sorted({file.parent for file in found.damaged} - with_series)
     is_only = len(chosen) == 1 and chosen[0].folder == where
     named = {name_image(where): chosen[0]} if is_only else name_series(chosen)

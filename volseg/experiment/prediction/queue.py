@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 #
 #     worker                this process
 #     {"asks": true}   ->
-#                      <-   {"case": "ct_7", "image": ["ct_7.nii.gz"]}, or null: there are no more
+#                      <-   {"case": "ct_7", "image": ["ct_7.nii.gz"]}, or null: no case is left
 #     {"case": ...}    ->   result of one case
 #     {"ends": ...}    ->   error that prevents any prediction, such as a full disk
 #
-# A slow case delays no other one. Each worker loads the network and writes label maps by itself. The results name a
+# A slow case does not delay others. Each worker loads the network and writes label maps by itself. The results name a
 # worker that fails with the cases that it had; the other workers predict the rest.
 
 
@@ -96,13 +96,13 @@ def predict_in_processes(
             else:
                 held[worker].pop(answer["case"], None)
                 yield read_record(CaseResult, answer)
-    why = "; ".join(failures) or "see what became of the other cases"
-    for case in waiting:  # no worker is left that could ask for it
+    why = "; ".join(failures) or "see the results of the other cases"
+    for case in waiting:  # no worker is left to request it
         yield CaseResult(
             case=case["case"],
             state="failed",
             error="ParallelError",
-            message=f"every process that predicted has failed: {why}",
+            message=f"all prediction processes have failed: {why}",
         )
 
 
@@ -137,7 +137,7 @@ class PredictionQueue:
     cases : sequence of Case
         Cases with paths.
     strict : bool
-        Whether the first failure ends everything.
+        Whether the first failure ends the prediction.
     devices : sequence of torch.device
         Devices over which every case is cut; with none or one, a case is predicted whole on the networks' device.
     """
@@ -279,7 +279,7 @@ class PredictionQueue:
         except OSError as fault:
             raise ConfigError(
                 f"label maps cannot be written to {self._files.folder} ({fault.strerror or fault}); free space, then "
-                "continue with --resume, or name another folder by --output"
+                "continue with --resume, or name another folder with --output"
             ) from fault
         return path
 
@@ -304,4 +304,4 @@ class PredictionQueue:
     def _describe_earlier(self, name: str) -> str:
         """Return a note for a failure if another prediction's label map stays in its place."""
         earlier = self._files.name_label_map(self._cases[name])
-        return f"; {earlier} is there, of an earlier prediction" if earlier.is_file() else ""
+        return f"; {earlier} is from an earlier prediction" if earlier.is_file() else ""

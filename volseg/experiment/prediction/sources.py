@@ -29,7 +29,7 @@ from volseg.monitoring.run_files import list_numbered
 logger = logging.getLogger(__name__)
 
 Source = str | Path | RunFolder
-"""Types that `open_source` takes."""
+"""Types that `open_source` accepts."""
 
 
 def load_trained(
@@ -56,7 +56,7 @@ def load_trained(
     require_keys(overrides)
     named: list[Any] = list(source) if isinstance(source, tuple | list) else [source]
     if not named or not all(isinstance(one, Source) for one in named):
-        raise ConfigError(f"source should be a path, a RunFolder or several of these, got {source!r}")
+        raise ConfigError(f"source should be a path, a RunFolder or a list of these, got {source!r}")
     loaded = [network.build() for one in named for network in open_source(one, checkpoint, overrides)]
     if len(loaded) == 1:
         return replace(loaded[0], source=path_of(named[0]))
@@ -79,15 +79,15 @@ def list_folds(folder: Path) -> list[RunFolder]:
     left = [str(number) for number in begun if number not in finished]
     if begun and not finished:
         raise ConfigError(
-            f"no fold of {folder} is finished (begun: {', '.join(left)}); continue them by volseg cross-validate "
+            f"no fold of {folder} is finished (started: {', '.join(left)}); continue with volseg cross-validate "
             f"CONFIG --resume, or name one of its run folders, such as {begun[int(left[0])].path}"
         )
     if begun:
         config = begun[finished[0]].config().split
         of = "" if config.file else f" of {config.num_folds}"
-        logger.info("%s: fold(s) %s%s together", folder, ", ".join(map(str, finished)), of)
+        logger.info("%s: ensemble of fold(s) %s%s", folder, ", ".join(map(str, finished)), of)
     if left:
-        logger.warning("%s: not used, for they were begun and not finished: fold(s) %s", folder, ", ".join(left))
+        logger.warning("%s: unfinished fold(s) %s are not used", folder, ", ".join(left))
     return [begun[number] for number in finished]
 
 
@@ -148,7 +148,7 @@ def open_source(source: Source, checkpoint: str = "latest", overrides: Sequence[
     require_checkpoint(checkpoint)
     path = path_of(source)
     if checkpoint != "latest" and path.is_file() and not is_archive(path):
-        raise ConfigError(f"{path} is one file of weights; name its folder to take the {checkpoint} checkpoint of it")
+        raise ConfigError(f"{path} is one file of weights; name its folder to use the {checkpoint} checkpoint")
     around = RunFolder(path.absolute().parent.parent)
     if runs := list_runs(source):
         order = _find_postprocessing(path, checkpoint)
@@ -186,7 +186,7 @@ def open_one(path: str | Path) -> SourceNetwork:
     networks = open_source(path)
     first = next(networks)
     if (second := next(networks, None)) is not None:
-        raise ConfigError(f"{path} holds several networks; name one of them: {first.source} or {second.source}")
+        raise ConfigError(f"{path} contains more than one network; name one of them: {first.source} or {second.source}")
     return first
 
 
@@ -210,7 +210,7 @@ def _find_postprocessing(path: Path, checkpoint: str) -> Postprocessing | None:
 
 
 def _join(members: Sequence[Trained], source: Path) -> Trained:
-    """Return several networks as one; all must be of one task and read the same images.
+    """Join networks into an ensemble; all must have one task and read the same images.
 
     Raises
     ------
@@ -222,9 +222,9 @@ def _join(members: Sequence[Trained], source: Path) -> Trained:
     for other, theirs in zip(members[1:], others, strict=True):
         if differing := [f"{key} ({value} and {theirs[key]})" for key, value in own.items() if value != theirs[key]]:
             raise ConfigError(
-                f"{first.source} and {other.source} cannot predict together, for they differ in "
+                f"{first.source} and {other.source} cannot predict together, as they differ in "
                 f"{'; '.join(differing)}. Networks of one ensemble share task and preprocessing; inference and "
-                "precision can be set for all by --set"
+                "precision can be set for all with --set"
             )
     weights = blake2b("".join(member.weights for member in members).encode(), digest_size=16).hexdigest()
     models = tuple(model for member in members for model in member.models)

@@ -36,8 +36,7 @@ PREDICTION_KEYS = (
     "training.memory_format",
     "data.previous_stage",
 )
-"""What of a config may be another at prediction than at training: how, on what and how exactly it is computed, and the
-folder to which the first stage of a cascade was moved."""
+"""Keys of a config that a prediction may change; ``data.previous_stage`` is the folder of a cascade's first stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ class Trained:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What label maps depend on, beside the weights, as plain values; networks of one ensemble share it."""
+        """Settings that label maps depend on, in addition to the weights; equal for the networks of one ensemble."""
         values, task = self.config.model_dump(mode="json"), self.task
         settings = {
             "channels": task.modalities,
@@ -120,16 +119,16 @@ class SourceNetwork:
     """Digest of the weights and of files that affect predictions."""
     config: ExperimentConfig | None = None
     """Config with the overrides of a prediction; None for weights only, which cannot predict."""
-    unknown: str = "no config says how images are prepared and which network this is"
+    unknown: str = "no config describes the preprocessing and the network"
     """Reason for the lack of a config."""
     task: Task | None = None
     plan: NetworkPlan = field(default_factory=NetworkPlan)
     preprocessing: Preprocessing | None = None
     axcodes: str | None = None
-    """Directions of the network's axes, if the config's preprocessing has no step for them. nnU-Net takes the axes of a
+    """Directions of the network's axes, if the config's preprocessing has no step for them. nnU-Net reads the axes of a
     file slowest first; in most files they point to the right, to the front and to the head."""
     run: RunFolder | None = None
-    """Folder of the run, if ``volseg train`` made the network."""
+    """Folder of the run, if ``volseg train`` trained the network."""
     mirror_axes: tuple[int, ...] = (0, 1, 2)
     kind: type[Predictor] = Predictor
     postprocessing: Postprocessing | None = None
@@ -149,8 +148,8 @@ class SourceNetwork:
         """
         if self.config is None or self.task is None:
             raise ConfigError(
-                f"{self.file} holds weights only: {self.unknown}. Name a run folder, a file of volseg export or a "
-                "model folder of nnU-Net 2; a training can begin with weights only, by training.start_from"
+                f"{self.file} contains only weights: {self.unknown}. Name a run folder, a file of volseg export or a "
+                "model folder of nnU-Net 2. A training can start from such weights (training.start_from)"
             )
         return self.config, self.task
 
@@ -254,7 +253,7 @@ def open_run(folder: RunFolder, checkpoint: str | Path = "latest", overrides: Se
         others = [
             name for name, file in CHECKPOINTS.items() if file != path.name and (folder.checkpoints / file).exists()
         ]
-        hint = f". Another one exists: --checkpoint {' or '.join(others)}" if others else ""
+        hint = f". Another checkpoint exists: --checkpoint {' or '.join(others)}" if others else ""
         raise CheckpointError(f"{fault}{hint}") from fault
     return SourceNetwork(
         source=folder.path,
@@ -270,7 +269,7 @@ def open_run(folder: RunFolder, checkpoint: str | Path = "latest", overrides: Se
 
 
 def require_keys(overrides: Sequence[str], allowed: Sequence[str] = PREDICTION_KEYS) -> None:
-    """Raise for an override of a value that the training has settled.
+    """Raise for an override of a value that the training has fixed.
 
     Raises
     ------
@@ -281,5 +280,5 @@ def require_keys(overrides: Sequence[str], allowed: Sequence[str] = PREDICTION_K
         key = str(assignment).partition("=")[0].strip()
         if not any(key == name or key.startswith(f"{name}.") for name in allowed):
             raise ConfigError(
-                f"--set {assignment} does not apply to a trained network; those that do: {', '.join(allowed)}"
+                f"--set {assignment} does not apply to a trained network; keys that do: {', '.join(allowed)}"
             )

@@ -58,9 +58,9 @@ def view(
     ----------
     source : path
         A run or a cross-validation, whose validation cases are shown, lowest Dice first; a folder of predictions; a
-        data set; or images, as `resolve_images` takes them.
+        data set; or images, as `resolve_images` accepts them.
     labels : sequence of path
-        Further label maps: files for one image, or folders with files of the cases' names.
+        Further label maps: files for one image, or folders with files named after the cases.
     cases : sequence of str
         Cases to show; default all.
     channel : int, optional
@@ -83,7 +83,7 @@ def view(
     gathered = _gather(source, overrides)
     file = Path(output) if output is not None else (gathered.folder or Path()) / PAGE
     if file.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"the page is HTML, and {file} is named otherwise; name it such as {PAGE}")
+        raise ConfigError(f"the page is HTML, but {file} has another suffix; name it {PAGE}, for example")
     if output is not None or gathered.folder is None:
         require_new(file, overwrite=overwrite)
     chosen = _choose(gathered.cases, cases)
@@ -103,7 +103,7 @@ def _gather(source: Path, overrides: Sequence[str]) -> _Shown:
     if runs := list_runs(source):
         return _gather_runs(source, runs, overrides)
     if overrides:
-        raise ConfigError(f"{source} is not a run, so it has no config in which to set {overrides[0]}")
+        raise ConfigError(f"{source} is not a run and has no config, so --set {overrides[0]} does not apply")
     if (source / RECORD).is_file():
         return _gather_predictions(source)
     has_labels = source.suffix.casefold() in TABLES or (source.is_dir() and _is_data_set(source))
@@ -157,7 +157,7 @@ def _gather_predictions(folder: Path) -> _Shown:
 def _choose(cases: Sequence[ViewedCase], names: Sequence[str]) -> list[ViewedCase]:
     known = {case.name: case for case in cases}
     if strange := [name for name in names if name not in known]:
-        raise ConfigError(f"no case is called {strange[0]!r}; {did_you_mean(strange[0], known)}")
+        raise ConfigError(f"unknown case {strange[0]!r}; {did_you_mean(strange[0], known)}")
     chosen = [known[name] for name in dict.fromkeys(names)] or list(cases)
     if not chosen:
         raise ConfigError("there is no case to show; name a run, a folder of predictions, a data set or an image")
@@ -172,11 +172,11 @@ def _add_layer(cases: Sequence[ViewedCase], labels: Path) -> list[ViewedCase]:
     elif len(cases) == 1:
         files, found = {}, {cases[0].name: labels}
     else:
-        raise DataError(f"{labels} is the label map of one image, and {len(cases)} are to be shown; name its folder")
+        raise DataError(f"{labels} is the label map of one image, but {len(cases)} images are shown; name a folder")
     if not any(found.values()):
         raise DataError(
-            f"{labels} holds no label map of {list_some(list(found), 3)}, but of {list_some(list(files), 3) or 'none'}"
-            "; a label map is called CASE.nii.gz"
+            f"{labels} has no label map of {list_some(list(found), 3)}, only of {list_some(list(files), 3) or 'none'}"
+            "; name label maps CASE.nii.gz"
         )
     title = stem(labels) if all(stem(labels) not in case.layers for case in cases) else str(labels)
     return [
