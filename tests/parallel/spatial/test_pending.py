@@ -173,7 +173,7 @@ def test_a_source_that_changed_past_the_operators(whole: Tensor, state: str) -> 
     assert volume.pending.find_recipe(volume) is None
     if state == "released":
         for event in ("lend", "show", "lend"):
-            with pytest.raises(UnsupportedOperatorError, match="computed from was changed in place before the volume"):
+            with pytest.raises(UnsupportedOperatorError, match="source of a volume was changed in place"):
                 EVENTS[event](volume)
             assert isinstance(volume.pending, Released)
         return
