@@ -28,7 +28,7 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import HISTORY, refuse_custom
 from volseg.parallel.spatial.copied_view import Origin, mark_copies
 from volseg.parallel.spatial.gathered import name_of, nested, unsupported, volumes
-from volseg.parallel.spatial.signatures import NOTHING, bind, find_binding, writes
+from volseg.parallel.spatial.signatures import NOTHING, bind, binding_of, writes
 from volseg.parallel.spatial.table import TABLE, Entry, Refusal, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, relaid
 
@@ -222,7 +222,7 @@ def _treated(
 
     An argument that the handler does not know is refused unless it has torch's default.
     """
-    binding = find_binding(func, args, kwargs)
+    binding = binding_of(func, args, kwargs)
     named, defaults = binding(args, kwargs), binding.defaults
     for name in named.keys() - treated:
         default = defaults.get(name, NOTHING)

@@ -97,10 +97,10 @@ def bind(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     TypeError
         If the function takes no such arguments.
     """
-    return find_binding(func, args, kwargs)(args, kwargs)
+    return binding_of(func, args, kwargs)(args, kwargs)
 
 
-def find_binding(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Binding:
+def binding_of(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Binding:
     """Return the binding of a call's form; raises as ``bind`` does."""
     form = (func, *map(type, args), *kwargs, *map(type, kwargs.values())) if kwargs else (func, *map(type, args))
     binding = BINDINGS.get(form)
