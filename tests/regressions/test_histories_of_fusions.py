@@ -296,7 +296,7 @@ def test_a_hook_on_what_was_read_with_all_digits_is_refused(devices: list[str]) 
         upsampled.register_hook(lambda gradient: gradient * 2)
         return result
 
-    with pytest.raises(UnsupportedOperatorError, match="this upsampled volume was read in float32"):
+    with pytest.raises(UnsupportedOperatorError, match="an upsampled volume with a reader in float32"):
         run_on_slabs(read, devices, draw_image())
 
 

@@ -321,7 +321,7 @@ def test_a_block_that_draws_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     begin(drawing.eval())
     with pytest.raises(ParallelError, match=r"recomputed block 0 \(Random\) draws random numbers"):
         begin(drawing.train())
-    with pytest.raises(ParallelError, match="or has not run before"):
+    with pytest.raises(ParallelError, match="or has not run yet"):
         begin(nn.Conv3d(1, 1, 1))
 
 

@@ -12,7 +12,6 @@ from volseg.losses.known_voxels import check_outputs, compute_known_loss, known_
 from volseg.parallel.spatial.operators.operands import cut_like
 from volseg.parallel.spatial.operators.resize import interpolate
 from volseg.parallel.spatial.plan.shards import bounds
-from volseg.parallel.spatial.signatures import fill
 from volseg.parallel.spatial.table import sharded_form
 from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
@@ -76,5 +75,4 @@ def _coarsen(label: ShardedVolume, size: Sequence[int]) -> Any:
         return ShardedVolume(slabs, label.dims, [*label.shape[:2], *size], label.context)
     if not label.dtype.is_floating_point and label.dtype != torch.uint8:  # torch cannot resize these
         label = wrap(label, [slab.float() for slab in label.slabs])
-    given = fill(F.interpolate, (label,), {"size": list(size), "mode": "nearest-exact"})
-    return interpolate(F.interpolate, given)
+    return interpolate(F.interpolate, label, list(size), mode="nearest-exact")

@@ -83,7 +83,7 @@ def test_a_declared_function_equals_that_on_one_device() -> None:
     ("call", "message"),
     [
         (lambda x: Derived.apply(x, x), "DerivedBackward.*pointwise_function"),
-        (lambda x: Centered.apply(x), "Centered is declared pointwise, but returns something else"),
+        (lambda x: Centered.apply(x), "Centered is declared pointwise, but returns something other"),
         (lambda x: Doubled.apply(x * 1), "Doubled is declared pointwise, but changes a volume in place"),
     ],
 )

@@ -107,9 +107,9 @@ def hooked_module(x: ShardedVolume) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: x.register_hook(print), r"several slabs is not supported: use retain_grad"),
+        (lambda x: x.register_hook(print), r"more than one slab are not supported: use retain_grad"),
         (hooked_module, r"full backward hook.*output\.register_hook"),
-        (lambda x: x.backward(), "needs the gradient of each voxel"),
+        (lambda x: x.backward(), "needs a gradient for each voxel"),
         (lambda x: torch.autograd.grad((x * x).sum(), x), r"retain_grad\(\) and backward\(\)"),
         (lambda x: x.register_post_accumulate_grad_hook(print), "no sharded form"),
     ],
@@ -137,12 +137,12 @@ def test_the_gradient_of_what_is_perhaps_the_volume_itself_is_refused(
 ) -> None:
     """A hook on x.contiguous() got one path's gradient only, but torch returns x itself."""
     x = from_whole(random(0).requires_grad_(), (2,), Context(LocalDevices(devices))) * 1
-    with pytest.raises(UnsupportedOperatorError, match="depends on how the whole lies"):
+    with pytest.raises(UnsupportedOperatorError, match="depends on the memory layout of the whole volume"):
         ASKED[asked](x, LAID[laid](x))
 
 
 def test_mistakes_that_torch_reports() -> None:
     with pytest.raises(RuntimeError, match="doesn't require gradient"):
         volume().detach().register_hook(print)
-    with pytest.raises(RuntimeError, match="gradient of shape"):
+    with pytest.raises(RuntimeError, match="gradient has shape"):
         volume().backward(random(1)[:, :, :4])

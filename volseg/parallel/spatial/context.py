@@ -134,13 +134,18 @@ class Context:
             yield
 
     @contextmanager
-    def using(self, copies: Copies) -> Iterator[None]:
-        """Run a pass, or a part of one again, with these copies of parameters, which are not used afterwards."""
-        before, self.copies = self.copies, copies
+    def _with(self, **values: Any) -> Iterator[None]:
+        """Set attributes within this block."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
         try:
             yield
         finally:
-            self.copies = before
+            vars(self).update(before)
+
+    def using(self, copies: Copies) -> AbstractContextManager[None]:
+        """Run a pass, or a part of one again, with these copies of parameters, which are not used afterwards."""
+        return self._with(copies=copies)
 
     @contextmanager
     def own_hooks(self) -> Iterator[None]:
@@ -148,12 +153,9 @@ class Context:
 
         Within this block, norms of ordinary tensors share their statistics with the other replicas.
         """
-        before, self.hooks = self.hooks, saved_tensors_hooks()
-        try:
-            with nullcontext() if self.replicas is None else self._norms(self.replicas):
-                yield
-        finally:
-            self.hooks = before
+        norms = nullcontext() if self.replicas is None else self._norms(self.replicas)
+        with self._with(hooks=saved_tensors_hooks()), norms:
+            yield
 
     def share_batches(self, replicas: "Replicas", norms: Callable[["Replicas"], AbstractContextManager[Any]]) -> None:
         """Share the statistics of batch norms with other replicas from now on.
@@ -168,14 +170,9 @@ class Context:
         self.replicas, self.over_replicas = replicas, SlabsOfReplicas(self.communicator, replicas)
         self._norms = norms
 
-    @contextmanager
-    def without_replicas(self) -> Iterator[None]:
+    def without_replicas(self) -> AbstractContextManager[None]:
         """Compute the statistics of norms only over this replica's samples within this block."""
-        before, self.replicas = self.replicas, None
-        try:
-            yield
-        finally:
-            self.replicas = before
+        return self._with(replicas=None)
 
     def spread(self, whole: Tensor) -> list[Tensor]:
         """Return a whole value for each shard; for a parameter, its copies."""
@@ -187,9 +184,9 @@ class Context:
         # In a backward pass a block is recomputed; no gradients of its parameters are needed then.
         if self.has_replicas and isinstance(whole, nn.Parameter) and find_backward_pass() == -1:
             raise ParallelError(
-                f"a parameter of shape {tuple(whole.shape)} met a sharded volume outside of the forward pass that "
-                "averages its gradient over the replicas of the mesh (a head called by itself, or a parameter that "
-                "was frozen when the pass began); call it in the forward of the network that ModelParallel runs"
+                f"a parameter of shape {tuple(whole.shape)} was used with a sharded volume outside the forward pass "
+                "that averages its gradient over the replicas of the mesh (a head was called by itself, or the "
+                "parameter was frozen when the pass began); use it in the forward of the network of ModelParallel"
             )
         return self.communicator.spread(whole)
 

@@ -54,8 +54,8 @@ class Origin:
 
 def _refuse_write(where: str) -> None:
     raise UnsupportedOperatorError(
-        f"{where} changes a slice (or another view) of a volume in place, which is a copy here because planes lie on "
-        f"other shards or otherwise in memory: the volume would not see the change. Assign to the volume instead, as "
+        f"{where} changes a slice (or another view) of a volume in place, which is a copy here because its planes are "
+        f"on other shards or in another layout: the volume would not see the change. Assign to the volume instead, as "
         f"in y[:, :, 2:8] = y[:, :, 2:8] * 0, or work out of place"
     )
 

@@ -72,9 +72,9 @@ def _on_slabs(function: type, apply: Callable, args: tuple, kwargs: dict[str, An
     if [get_version(slab) for volume in given for slab in volume.slabs] != versions:
         does = "changes a volume in place"
     elif not all(isinstance(leaf, Tensor) and leaf.ndim == like.ndim for leaf in tree_leaves(results)):
-        does = f"returns something else than tensors of {like.ndim} dims"
+        does = f"returns something other than tensors of {like.ndim} dims"
     elif any(leaf.shape != shape for leaf in tree_leaves(rewrap(like, results))):
-        does = f"returns something else than tensors of shape {tuple(shape)}"
+        does = f"returns something other than tensors of shape {tuple(shape)}"
     else:
         return rewrap(like, results)
     raise UnsupportedOperatorError(
@@ -91,7 +91,7 @@ def no_script() -> Iterator[None]:
         if "TorchScript interpreter" not in str(fault):
             raise
         raise UnsupportedOperatorError(
-            "a function compiled by torch.jit was called with a volume, whose slabs TorchScript does not see; take the "
+            "a function compiled by torch.jit was called with a volume, whose slabs TorchScript does not see; use the "
             "Python function instead"
         ) from fault
 

@@ -9,7 +9,6 @@ dtype than torch's is detected before its result is used. Each form of a call is
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from volseg.errors import UnsupportedOperatorError
 from volseg.parallel.spatial.context import HISTORY, refuse_custom
 from volseg.parallel.spatial.copied_view import Origin, mark_copies
 from volseg.parallel.spatial.gathered import name_of, nested, unsupported, volumes
-from volseg.parallel.spatial.signatures import NOTHING, bind, defaults_of, writes
+from volseg.parallel.spatial.signatures import NOTHING, bind, binding_of, writes
 from volseg.parallel.spatial.table import TABLE, Entry, Refusal, refuse
 from volseg.parallel.spatial.volume import ShardedVolume, relaid
 
@@ -67,8 +66,8 @@ def _check_outlines(func: Callable, result: Any, expected: list[Outline]) -> Non
         return
     got = [(tuple(leaf.shape), leaf.dtype) for leaf in found]
     raise UnsupportedOperatorError(
-        f"the sharded form of {getattr(func, '__name__', func)} returned {got}, where torch returns {expected}: a "
-        f"mistake in volseg; please report it, and use on_unsupported='gather' or strategy='pipeline' for now"
+        f"the sharded form of {getattr(func, '__name__', func)} returned {got}, where torch returns {expected}: this "
+        f"is a bug in volseg; please report it, and use on_unsupported='gather' or strategy='pipeline' for now"
     )
 
 
@@ -114,10 +113,10 @@ METADATA = "Metadata and autograd"
 """Family of functions that compute nothing."""
 
 SEVERAL_RANGES = (
-    "its cut dim was merged with dims in front, so that no shard holds one range of it: do this before that"
+    "its cut dim was merged with the dims in front of it, so no shard owns one range of it: call this before the merge"
 )
 
-SCRIPTED = "TorchScript does not see the slabs; take the module as it is without torch.jit"
+SCRIPTED = "TorchScript does not see the slabs; use the module without torch.jit"
 
 
 def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -140,13 +139,16 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if entry is None:
             scripted = isinstance(func, ScriptMethod)
             return unsupported(func, args, kwargs, SCRIPTED if scripted else "it has no sharded form")
-        if any(volume.widen is not None for volume in given) and not _reads_rounded(entry, given[0].device.type):
-            args, kwargs = _widen_what_is_read(func, args, kwargs)
-            given = _given(args, kwargs)
+        if any(volume.widen is not None for volume in given):
+            # A function that computes reads lower precision only under autocast.
+            computes = entry.family != METADATA and not torch.is_autocast_enabled(given[0].device.type)
+            if computes or not entry.rounded:
+                args, kwargs = _widen_what_is_read(func, args, kwargs)
+                given = _given(args, kwargs)
         try:
             handler = entry.handler
             if kwargs and kwargs.get("out") is not None:
-                refuse("it has no out= on slabs: use the result")
+                refuse("out= is not supported on slabs: use the result")
             only = len(given) == 1 and bool(args) and args[0] is given[0]  # the function's input is the only volume
             if by_sample and entry.samples is not None and only and len(given[0].dims) == 1:
                 handler = entry.samples
@@ -158,13 +160,12 @@ def dispatch(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             if entry.treated is None:
                 result = handler(func, args, kwargs)
             else:
-                named = _treated(entry, func, args, kwargs)
-                if handler is not entry.handler and named.get("input") is not given[0]:
+                named, defaults = _treated(entry.treated, func, args, kwargs)
+                if handler is entry.handler:
+                    named = defaults | named
+                elif named.get("input") is not given[0]:
                     refuse("its input is not sharded")
-                if handler is entry.handler and entry.filled:
-                    result = handler(func, SimpleNamespace(**defaults_of(func, args, kwargs) | named))
-                else:
-                    result = handler(func, **named)
+                result = handler(func, **named)
         except Refusal as refusal:
             reason = str(refusal)
         else:
@@ -192,11 +193,6 @@ def _given(args: tuple, kwargs: dict[str, Any]) -> list[ShardedVolume]:
     return found
 
 
-def _reads_rounded(entry: Entry, kind: str) -> bool:
-    """Return whether a function computes in lower precision than torch's; False for computing ones without autocast."""
-    return entry.rounded and (entry.family == METADATA or torch.is_autocast_enabled(kind))
-
-
 def _widen_what_is_read(func: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return a call's arguments in torch's precision, except a tensor that the call changes in place.
 
@@ -219,19 +215,21 @@ def _widened(leaf: Any) -> Any:
     return wide
 
 
-def _treated(entry: Entry, func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name; refuse any that the handler does not know, unless it has torch's default."""
-    named = bind(func, args, kwargs)
-    treated = entry.treated or frozenset()
-    if named.keys() <= treated:
-        return named
-    defaults = defaults_of(func, args, kwargs)
+def _treated(
+    treated: frozenset[str], func: Callable, args: tuple, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the passed arguments that a handler treats, by name, and torch's defaults of those that it treats.
+
+    An argument that the handler does not know is refused unless it has torch's default.
+    """
+    binding = binding_of(func, args, kwargs)
+    named, defaults = binding(args, kwargs), binding.defaults
     for name in named.keys() - treated:
         default = defaults.get(name, NOTHING)
         value = named.pop(name)
         if value is not default and (isinstance(value, Tensor) or value != default):
             refuse(f"its argument {name}= is not supported on slabs")
-    return named
+    return named, {name: value for name, value in defaults.items() if name in treated}
 
 
 def _of_one_shape(args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -88,8 +88,10 @@ def whole_of(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, ShardedVolume) else value
 
 
-def cut_if_thick(whole: Tensor, like: ShardedVolume) -> ShardedVolume | Tensor:
-    """Cut an ordinary tensor along the dims of a volume if every shard gets a plane; otherwise leave it whole."""
+def gather_for(func: Callable, like: ShardedVolume, compute: Callable[[Tensor], Tensor]) -> ShardedVolume | Tensor:
+    """Compute a function's result from the gathered volume, and cut the result if every shard gets a plane."""
+    say_gathered(like, f"calls {func.__name__} with")
+    whole = compute(like.full_tensor())
     grid = zip(like.dims, like.context.communicator.grid, strict=True)
     fits = all(can_split(whole.shape[dim], shards) for dim, shards in grid)
     return from_whole(whole, like.dims, like.context) if fits else whole
@@ -129,8 +131,8 @@ def run_gathered(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         result = tree_map(lambda leaf: leaf if id(leaf) in own else _cut_again(leaf, given[0]), result)
         return mark_copies(result, given, perhaps=True) if views else result
     raise UnsupportedOperatorError(
-        f"{name_of(func)} called from {given[0].context.module_path()} {lost}: on a gathered copy of it that would be "
-        f"lost. Write it out of place, with the functions listed in docs/spatial.md"
+        f"{name_of(func)} called from {given[0].context.module_path()} {lost}, which would be lost on the gathered "
+        f"copy. Write it out of place, with the functions listed in docs/spatial.md"
     )
 
 

@@ -127,8 +127,8 @@ class Recomputation:
         def check(when: str) -> None:
             if not plain.holds() or not all(leaf.unchanged.holds() for leaf in held if isinstance(leaf, _HeldTensors)):
                 raise UnsupportedOperatorError(
-                    f"the input of the recomputed block {self.context.name_of(block)} was changed in place {when}, and "
-                    "could not be computed from again; do that out of place (inplace=False), or leave out checkpoint="
+                    f"the input of the recomputed block {self.context.name_of(block)} was changed in place {when}, so "
+                    "the block cannot be recomputed; change it out of place (inplace=False), or leave out checkpoint="
                 )
 
         def run() -> Any:
@@ -176,8 +176,8 @@ class _DrawnStates:
             if self._draws.get(key, True):
                 raise ParallelError(
                     f"the recomputed block {context.name_of(block)} draws random numbers (or has not run "
-                    "before, so that this is unknown), and a CUDA graph cannot draw the same ones again: leave out "
-                    "checkpoint=, or do not record the step"
+                    "yet, so this is unknown), and a CUDA graph cannot repeat them: leave out checkpoint=, or do not "
+                    "record the step"
                 )
             return None
         return RandomState(context.communicator.devices, foreign=key not in self._draws or key in self._foreign)

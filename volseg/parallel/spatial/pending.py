@@ -301,8 +301,7 @@ class Released(Pending):
         recipe = self.find_recipe(volume)
         if recipe is None:
             raise UnsupportedOperatorError(
-                "what a volume was computed from was changed in place before the volume was used again; do that out of "
-                "place"
+                "the source of a volume was changed in place before the volume was used again; change it out of place"
             )
         with torch.no_grad():
             for slab, size, row in zip(volume._slabs, self.bytes, recipe.rows, strict=True):

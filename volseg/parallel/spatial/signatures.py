@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Number
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -71,11 +71,14 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Map of one form of a call: the name of each value; the last positional values may form one sequence."""
+    """Map of one form of a call: the name of each value; the last positional values may form one sequence.
+
+    ``defaults`` are torch's defaults of the arguments of this form.
+    """
 
     names: tuple[str, ...]
     gathered_from: int | None
-    defaults: tuple[tuple[str, Any], ...]
+    defaults: dict[str, Any]
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that were passed, by name."""
@@ -94,20 +97,11 @@ def bind(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     TypeError
         If the function takes no such arguments.
     """
-    return _find_binding(func, args, kwargs)(args, kwargs)
+    return binding_of(func, args, kwargs)(args, kwargs)
 
 
-def defaults_of(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return torch's defaults of the arguments of this form of the function."""
-    return dict(_find_binding(func, args, kwargs).defaults) | {"out": None}
-
-
-def fill(func: Callable, args: tuple, kwargs: dict[str, Any]) -> SimpleNamespace:
-    """Return all arguments by torch's names, with torch's defaults for omitted ones."""
-    return SimpleNamespace(**defaults_of(func, args, kwargs) | bind(func, args, kwargs))
-
-
-def _find_binding(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Binding:
+def binding_of(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Binding:
+    """Return the binding of a call's form; raises as ``bind`` does."""
     form = (func, *map(type, args), *kwargs, *map(type, kwargs.values())) if kwargs else (func, *map(type, args))
     binding = BINDINGS.get(form)
     if binding is None:
@@ -159,7 +153,10 @@ def operator_name(func: Callable) -> str:
 def _forms(func: Callable) -> tuple[tuple[Parameter, ...], ...]:
     """Return the parameters of every form of a function that takes tensors; one written in Python has one form."""
     if isinstance(func, FunctionType):
-        return (tuple(_read_parameter(parameter) for parameter in python_signature(func).parameters.values()),)
+        own = python_signature(func).parameters.values()
+        defaults = [NOTHING if p.default is p.empty else p.default for p in own]
+        pairs = zip(own, defaults, strict=True)
+        return (tuple(Parameter(p.name, "Any", default, p.kind is p.KEYWORD_ONLY) for p, default in pairs),)
     found = []
     for schema in _raw_schemas(func):
         parameters = tuple(
@@ -170,11 +167,6 @@ def _forms(func: Callable) -> tuple[tuple[Parameter, ...], ...]:
             found.append(parameters)
     # Forms that write to out= come last: their arguments are those of another form, and out.
     return tuple(sorted(found, key=lambda parameters: any(p.name == "out" for p in parameters)))
-
-
-def _read_parameter(python: inspect.Parameter) -> Parameter:
-    default = NOTHING if python.default is python.empty else python.default
-    return Parameter(python.name, "Any", default, python.kind is python.KEYWORD_ONLY)
 
 
 @cache
@@ -240,8 +232,8 @@ def _fit(parameters: Sequence[Parameter], args: tuple, kwargs: dict[str, Any], l
     canonical = tuple(known[name].canonical if name in known else name for name in names)
     if len(set(canonical)) != len(canonical):  # dot(self, tensor)
         canonical = tuple(names)
-    defaults = tuple((p.canonical, p.default) for p in parameters if p.default is not NOTHING)
-    return Binding(canonical, gathered, defaults)
+    defaults = {p.canonical: p.default for p in parameters if p.default is not NOTHING}
+    return Binding(canonical, gathered, defaults | {"out": None})
 
 
 def _accepts(kind: str, value: Any, loose: bool) -> bool:

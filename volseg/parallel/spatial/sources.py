@@ -109,9 +109,9 @@ def _share_version(tensor: Tensor) -> Callable[[], Tensor]:
 
 def _changed(shape: Size) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(
-        f"a tensor of shape {tuple(shape)} that a gradient is computed from was changed in place after "
+        f"a tensor of shape {tuple(shape)} that the backward pass needs was changed in place after "
         "it was read (such as a parameter by an optimizer's step, or a volume by an operator with inplace=True); "
-        "do that out of place, or after the backward pass"
+        "change it out of place, or after the backward pass"
     )
 
 

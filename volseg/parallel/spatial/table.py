@@ -4,9 +4,9 @@ Handlers register themselves with ``@handles(...)``. A call reaches its handler 
 calls that it does not know:
 
 1. The function must have an entry.
-2. Its arguments are bound to torch's own signature (see ``signatures``). The handler's parameters say which of them
-   it treats: any other one must have torch's default. A handler with the parameters ``(func, args, kwargs)`` hands
-   them all to the function itself, slab by slab.
+2. Its arguments are bound to torch's own signature (see ``signatures``), and omitted ones get torch's defaults. The
+   handler's parameters say which arguments it treats: any other one must have torch's default. A handler with the
+   parameters ``(func, args, kwargs)`` passes them all to the function itself, slab by slab.
 3. The call is rehearsed on shapes alone (see ``dispatch``): what torch refuses is refused, and the result must have
    torch's shapes and dtypes.
 4. Where torch returns a view and slabs had to be copied, the result may not be changed in place (see ``copied_view``).
@@ -62,10 +62,8 @@ class Entry:
     treated
         The arguments that the handler treats; None for all of them.
     samples
-        Handler for volumes that are cut along dim 0, whose samples are computed by themselves; it gets the arguments by
-        name. None if there is none.
-    filled
-        Whether it gets them as one value, with torch's defaults (see ``signatures.fill``).
+        Handler for volumes that are cut along dim 0, whose samples are computed by themselves; it gets only the passed
+        arguments, by name. None if there is none.
     rehearsed
         Whether the call is rehearsed on shapes: not if the handler compares sizes itself, or there are none to compare.
     broadcasts
@@ -92,7 +90,6 @@ class Entry:
     perhaps: bool = False
     merged: bool = False
     rounded: bool = False
-    filled: bool = False
     samples: Handler | None = None
 
 
@@ -114,25 +111,17 @@ def refuse_if(stands_against: object, reason: str) -> None:
 TABLE: dict[Any, Entry] = {}
 
 
-def handles(
-    family: str,
-    *names: str,
-    rehearse: bool = True,
-    broadcasts: bool = False,
-    merged: bool = False,
-    rounded: bool = False,
-    treats: str = "",
-    samples: Handler | None = None,
-) -> Callable[[Handler], Handler]:
+def handles(family: str, *names: str, rehearse: bool = True, **settings: Any) -> Callable[[Handler], Handler]:
     """Register a handler for every function of these names, in each namespace of torch that has it.
+
+    The settings ``broadcasts``, ``merged``, ``rounded`` and ``samples`` are fields of ``Entry``.
 
     A name is bare (``"relu"``: ``torch.relu``, ``Tensor.relu`` and ``F.relu``) or qualified (``"F.relu"``). A handler
     is ``merged`` if it uses the cut only by zipping slabs, by ``aligned`` or by ``wrap``, or asks the volume for the
     owned entries.
 
-    ``treats`` names the arguments of a handler that gets them as one value, with torch's own defaults. ``samples`` is
-    the handler for volumes that are cut along dim 0: slices of one volume as samples of a batch, for networks of 2D
-    convolutions (``x.transpose(1, 2).reshape(B * D, C, H, W)``).
+    ``samples`` is the handler for volumes that are cut along dim 0: slices of one volume as samples of a batch, for
+    networks of 2D convolutions (``x.transpose(1, 2).reshape(B * D, C, H, W)``).
 
     A ``rounded`` handler reads an upsampled volume in the slabs' type, where torch has float32 under autocast. These
     are convolutions, which autocast runs in that type anyway; operators between an upsampling and its convolution in
@@ -142,13 +131,12 @@ def handles(
 
     def register(handler: Handler) -> Handler:
         parameters = tuple(inspect.signature(handler).parameters)
-        treated = None if parameters == WHOLE_CALL else frozenset(treats.split() or parameters) - {"func"}
+        treated = None if parameters == WHOLE_CALL else frozenset(parameters) - {"func"}
         for label, function in _found(names):
             bare = label.rpartition(".")[2]
             perhaps = bare in PERHAPS_VIEWS
             views = perhaps or bare in VIEWS or returns_view(function)
-            flags = rehearse, broadcasts, views, perhaps, merged, rounded, bool(treats), samples
-            TABLE[function] = Entry(label, family, handler, treated, *flags)
+            TABLE[function] = Entry(label, family, handler, treated, rehearse, views=views, perhaps=perhaps, **settings)
         return handler
 
     return register

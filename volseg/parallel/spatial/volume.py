@@ -256,8 +256,8 @@ class ShardedVolume(Tensor):
             return communicator.owned(self.sizes)
         if self.merged.outer > 1:
             raise UnsupportedOperatorError(
-                f"dim {self.dims[0]} of a volume of shape {tuple(self._shape)} was merged with others in front of the "
-                f"cut one, so that no shard holds one range of it; do this before they are merged"
+                f"dim {self.dims[0]} of a volume of shape {tuple(self._shape)} was merged with dims in front of the "
+                f"cut one, so no shard owns one range of it; do this before the dims are merged"
             )
         layout = spans(self.sizes[0], communicator.num_shards, self.merged.unit)
         return [[layout[coordinates[0]]] for coordinates in communicator.coordinates]

@@ -81,9 +81,13 @@ def backward_of_several(
     """Start the backward pass from volumes and ordinary tensors."""
     roots = _sequence(tensors)
     given = _gradients(roots, grad_tensors)
-    leaves = None if inputs is None else _flat_leaves(_sequence(inputs))
+    leaves = None if inputs is None else _sequence(inputs)
+    for leaf in leaves or ():
+        if isinstance(leaf, ShardedVolume):
+            _check_not_bypassed(leaf)
+    wanted = None if leaves is None else _flat(leaves)
     with with_overrides():  # off in handlers; recomputed blocks and hooks need overrides
-        torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=leaves)
+        torch.autograd.backward(_flat(roots), given, retain_graph=retain_graph, inputs=wanted)
 
 
 def _sequence(tensors: Any) -> list[Any]:
@@ -97,14 +101,6 @@ def _flat(tensors: Sequence[Any]) -> list[Tensor]:
     return [part for one in tensors for part in (one.slabs if isinstance(one, ShardedVolume) else [one])]
 
 
-def _flat_leaves(tensors: Sequence[Any]) -> list[Tensor]:
-    """Return tensors whose gradients are requested, with each volume replaced by its slabs."""
-    for one in tensors:
-        if isinstance(one, ShardedVolume):
-            _check_not_bypassed(one)
-    return _flat(tensors)
-
-
 def _check_not_bypassed(volume: ShardedVolume) -> None:
     """Refuse the gradient of a volume that was computed together with its reader.
 
@@ -115,17 +111,16 @@ def _check_not_bypassed(volume: ShardedVolume) -> None:
     """
     if volume.is_perhaps_given:
         refuse(
-            "whether torch lays it out anew, or returns the volume that is given, depends on how the whole lies in "
-            "memory, and the gradient would be that volume's. Ask for the gradient of that one, or register the hook "
-            "for it, before it is used"
+            "whether torch copies the source or returns the source itself depends on the memory layout of the whole "
+            "volume, and the gradient would then be the source's. Ask for the gradient of the source, or register the "
+            "hook on it, before it is used"
         )
     if volume.is_bypassed:
         refuse(
-            "its gradient is not computed: a convolution that has read this join hands it to the volumes that were "
-            "joined, or an activation or a sum behind this norm is computed together with it, or a norm has read this "
-            "convolution without its bias, or this upsampled volume was read in float32, or a product with values was "
-            "computed together with these scores of attention. Ask for the gradients of those, or register the hook, "
-            "or call retain_grad(), before the volume is used"
+            "its gradient is not computed, because it was computed together with its reader: a join with a "
+            "convolution, a norm with an activation or a sum, a convolution's bias with a norm, an upsampled volume "
+            "with a reader in float32, or attention scores with their product. Ask for the gradients of its inputs, or "
+            "call register_hook() or retain_grad() before the volume is used"
         )
 
 
@@ -137,9 +132,11 @@ def _gradients(roots: list[Any], gradients: Any) -> list[Tensor | None]:
         if not isinstance(root, ShardedVolume):
             found.append(gradient.full_tensor() if isinstance(gradient, ShardedVolume) else gradient)
             continue
-        refuse_if(gradient is None, "it needs the gradient of each voxel, or a loss that is one number")
+        refuse_if(gradient is None, "it needs a gradient for each voxel: pass one, or call backward() on a scalar loss")
         if gradient.shape != root.shape:
-            raise RuntimeError(f"a gradient of shape {tuple(gradient.shape)} for a volume of {tuple(root.shape)}")
+            raise RuntimeError(
+                f"the gradient has shape {tuple(gradient.shape)}, but the volume has shape {tuple(root.shape)}"
+            )
         found += cut_like(gradient, root).slabs
     return found
 
@@ -153,7 +150,7 @@ def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any
     slabs, dims, shape, context, merged = input.slabs, input.dims, input.shape, input.context, input.merged
     refuse_if(
         len(slabs) > 1,
-        "a hook on a volume with several slabs is not supported: use retain_grad(), or a process per device",
+        "hooks on a volume with more than one slab are not supported: use retain_grad(), or one process per device",
     )
 
     def call(gradient: Tensor) -> Tensor | None:
@@ -163,7 +160,7 @@ def register_hook(func: Callable, input: Any, hook: Callable[[Any], Any]) -> Any
         if result is None:
             return None
         if result.shape != shape:
-            raise RuntimeError(f"a hook turned a gradient of shape {tuple(shape)} into {tuple(result.shape)}")
+            raise RuntimeError(f"a hook returned shape {tuple(result.shape)} for a gradient of shape {tuple(shape)}")
         return cut_like(result, volume).slabs[0]
 
     return func(slabs[0], call)
@@ -199,6 +196,6 @@ def values(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Refuse to read or save the voxels' values, which are spread over the shards."""
     volume = next(value for value in args if isinstance(value, ShardedVolume))
     refuse(
-        f"its voxels lie on {volume.context.communicator.num_shards} shards: call full_tensor() first, or, where "
-        f"somebody else's function reads them, give it whole tensors by volseg.parallel.whole(function)"
+        f"its voxels are on {volume.context.communicator.num_shards} shards: call full_tensor() first, or wrap the "
+        f"function that reads them: volseg.parallel.whole(function)"
     )

@@ -30,7 +30,7 @@ def contiguous(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             strides = slab.stride()
             apart = sorted(strides, reverse=True) == list(strides) or strides[1] == 1  # a view, or channels last
             if apart and func(slab, *args[1:], **kwargs) is not slab:
-                refuse("under no_grad it would lose the history of slabs that lie otherwise: call detach() before")
+                refuse("under no_grad, copies of slabs in another layout would lose their history: call detach() first")
     result = pointwise(func, args, kwargs)
     if isinstance(result, ShardedVolume) and result is not volume:
         result.is_perhaps_given = True
@@ -83,7 +83,9 @@ def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
             return later
     if not told:  # a pending volume stays pending
         return volume
-    found = _converted(volume, [func(slab, *kept, **named) for slab in volume.slabs])
+    slabs = [func(slab, *kept, **named) for slab in volume.slabs]
+    same = all(new is old for new, old in zip(slabs, volume.slabs, strict=True))
+    found = volume if same else wrap(volume, slabs)
     layouts = {value for value in told if isinstance(value, torch.memory_format)}
     if not layouts - {torch.preserve_format} or found.dtype != volume.dtype:
         return found
@@ -93,12 +95,6 @@ def convert(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return mark_copies(laid, [volume], perhaps=True)
 
 
-def _converted(volume: ShardedVolume, slabs: list[Tensor]) -> ShardedVolume:
-    if all(new is old for new, old in zip(slabs, volume.slabs, strict=True)):
-        return volume
-    return wrap(volume, slabs)
-
-
 def _without_device(value: Any, volume: ShardedVolume) -> Any:
     if isinstance(value, Tensor):
         return value.dtype
@@ -106,7 +102,7 @@ def _without_device(value: Any, volume: ShardedVolume) -> Any:
     if isinstance(value, torch.device) or named_device or (isinstance(value, int) and not isinstance(value, bool)):
         kind = "cuda" if isinstance(value, int) else torch.device(value).type
         if kind != volume.device.type:
-            refuse(f"its slabs stay on their devices: call full_tensor().to({str(value)!r}) for the whole volume there")
+            refuse(f"its slabs stay on their devices: call full_tensor().to({str(value)!r}) to move the whole volume")
         return None
     return value
 
@@ -117,14 +113,14 @@ def scatter(
 ) -> Any:
     """Scatter along an uncut dim, as one-hot encoding does."""
     if not isinstance(index, ShardedVolume) or dim % index.ndim in index.dims:
-        refuse("the index must be sharded, and dim another one than the cut dim")
+        refuse("the index must be sharded, and dim must not be the cut dim")
     if any(input.shape[cut] != size for cut, size in zip(index.dims, index.sizes, strict=True)):
         refuse("input and index must have the same extent along the cut")
     written = func.__name__ == "scatter_"
     if written and isinstance(input, ShardedVolume) and (input.dims, input.merged) != (index.dims, index.merged):
-        refuse("the volume that it writes into must be cut as the index is")
+        refuse("the volume that it writes into must be cut like the index")
     if written and not isinstance(input, ShardedVolume) and not _is_nobodys(input):
-        refuse("it writes into a part of an ordinary tensor, or into one with a history")
+        refuse("it writes into an ordinary tensor that is a view or requires a gradient")
     if isinstance(src, Tensor) and any(src.shape[cut] != n for cut, n in zip(index.dims, index.sizes, strict=True)):
         refuse("src and index must have the same extent along the cut")
     if written and isinstance(input, ShardedVolume):
@@ -154,5 +150,5 @@ class WrittenInto(Tensor):
     ) -> Any:
         raise UnsupportedOperatorError(
             f"{getattr(func, '__name__', func)} reads a tensor into which a sharded volume was scattered in place: its "
-            f"values lie on the shards; go on with the result, as in y = y.scatter_(...)"
+            f"values are on the shards; use the result, as in y = y.scatter_(...)"
         )

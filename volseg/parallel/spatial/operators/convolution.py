@@ -19,7 +19,7 @@ from volseg.parallel.spatial.convolution.slab import convolve
 from volseg.parallel.spatial.convolution.tiles import convolve_later
 from volseg.parallel.spatial.dispatch import rehearsed
 from volseg.parallel.spatial.lazy.bias import add_bias_later, may_wait, sum_vanishing, vanishes, with_gradient
-from volseg.parallel.spatial.operators.operands import each_sample, per_dim, spatial_only
+from volseg.parallel.spatial.operators.operands import each_slab, per_dim, spatial_only
 from volseg.parallel.spatial.operators.planes import (
     AxisPlan,
     LocalWindow,
@@ -32,31 +32,31 @@ from volseg.parallel.spatial.plan.windows import TransposedConvolution
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume
 
-TREATED = "input weight bias stride padding dilation groups"
-
 
 def convolve_samples(func: Callable, input: ShardedVolume, weight: Tensor, **settings: Any) -> Any:
     """Convolve each sample by itself."""
     if input.ndim != weight.ndim or isinstance(weight, ShardedVolume):
-        refuse("dim 0 are its channels, which are cut, or its weight is sharded")
-    return each_sample(func, input, weight=weight, **settings)
+        refuse("its channels are cut (it has no batch dim), or its weight is sharded")
+    return each_slab(func, input, weight=weight, **settings)
 
+
+WRONG_CUT = "the input must be cut along spatial dims only, and the weight must be an ordinary tensor"
 
 PLAIN = ["torch.conv1d", "torch.conv2d", "torch.conv3d"]
 
 
-@handles("Convolution", *PLAIN, rehearse=False, rounded=True, treats=TREATED, samples=convolve_samples)
-def convolution(func: Callable, given: Any) -> Any:
+@handles("Convolution", *PLAIN, rehearse=False, rounded=True, samples=convolve_samples)
+def convolution(
+    func: Callable, input: Any, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Any:
     """Convolve each slab, extended by its halo, without padding along the cut."""
-    volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
-    stride, padding, dilation = given.stride, given.padding, given.dilation
-    count = weight.ndim - 2
-    refuse_if(not spatial_only(volume, count), "the input must be cut along a spatial dim, and the weight not at all")
+    volume, count = input, weight.ndim - 2
+    refuse_if(not spatial_only(volume, count), WRONG_CUT)
 
     def rehearse() -> None:
         rehearsed(func, (volume, weight, bias, stride, padding, dilation, groups), {}, volume)
 
-    chosen = _direct(given, rehearse)
+    chosen = _direct(volume, weight.shape, stride, padding, dilation, groups, rehearse)
     if chosen is not None:
         return convolve(volume, weight, bias, chosen)
     rehearse()
@@ -67,7 +67,7 @@ def convolution(func: Callable, given: Any) -> Any:
     cut = [dim - (volume.ndim - count) for dim in volume.dims]
     inside = outside_cut(volume, before)
     if any(before[i] != after[i] for i in range(count) if i not in cut):
-        refuse("padding='same' of an even kernel pads one side more; use F.pad before it")
+        refuse("padding='same' pads an even kernel on one side more than on the other; use F.pad before it")
     weights, biases = _spread(volume, weight), _spread(volume, bias)
 
     def local(slab: Tensor, _windows: list[LocalWindow], position: int) -> Tensor:
@@ -83,14 +83,16 @@ def convolution(func: Callable, given: Any) -> Any:
 TRANSPOSED = ["torch.conv_transpose1d", "torch.conv_transpose2d", "torch.conv_transpose3d"]
 
 
-@handles("Convolution", *TRANSPOSED, rounded=True, treats=f"{TREATED} output_padding", samples=convolve_samples)
-def transposed_convolution(func: Callable, given: Any) -> Any:
+@handles("Convolution", *TRANSPOSED, rounded=True, samples=convolve_samples)
+def transposed_convolution(
+    func: Callable, input: Any, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, output_padding: Any,
+    groups: int, dilation: Any,
+) -> Any:  # fmt: skip
     """Run a transposed convolution on the input planes that contribute to each slab's outputs."""
-    volume, weight, bias, groups = given.input, given.weight, given.bias, given.groups
-    count = weight.ndim - 2
-    refuse_if(not spatial_only(volume, count), "the input must be cut along a spatial dim, and the weight not at all")
-    stride, dilation = per_dim(given.stride, count), per_dim(given.dilation, count)
-    padding, extra = per_dim(given.padding, count), per_dim(given.output_padding, count)
+    volume, count = input, weight.ndim - 2
+    refuse_if(not spatial_only(volume, count), WRONG_CUT)
+    stride, dilation = per_dim(stride, count), per_dim(dilation, count)
+    padding, extra = per_dim(padding, count), per_dim(output_padding, count)
     first = volume.ndim - count
     windows = []
     for dim, size in zip(volume.dims, volume.sizes, strict=True):
@@ -146,14 +148,15 @@ def transposed_convolution(func: Callable, given: Any) -> Any:
     return add_bias_later(with_gradient(result, biases), biases)
 
 
-def _direct(given: Any, rehearse: Callable[[], None]) -> ConvolutionPlan | None:
+def _direct(
+    volume: ShardedVolume, weight: torch.Size, stride: Any, padding: Any, dilation: Any, groups: int,
+    rehearse: Callable[[], None],
+) -> ConvolutionPlan | None:  # fmt: skip
     """Return the plan of a convolution without the general exchange, or None; cached per size and layer."""
-    volume, padding, groups = given.input, given.padding, given.groups
-    weight = given.weight.shape
     if (isinstance(padding, str) and padding != "valid") or len(volume.dims) != 1:
         return None
     context, count = volume.context, len(weight) - 2
-    stride, dilation = tuple(per_dim(given.stride, count)), tuple(per_dim(given.dilation, count))
+    stride, dilation = tuple(per_dim(stride, count)), tuple(per_dim(dilation, count))
     padding = (0,) * count if padding == "valid" else tuple(per_dim(padding, count))
 
     def make() -> ConvolutionPlan | None:

@@ -40,7 +40,7 @@ def squeeze(func: Callable, input: Any, dim: int | Sequence[int] | None = None) 
     """Remove dims of extent one; a cut dim is longer, even if a slab has a single plane."""
     dims = range(input.ndim) if dim is None else ([dim] if isinstance(dim, int) else dim)
     gone = {d % input.ndim for d in dims if input.shape[d] == 1}
-    refuse_if(gone & set(input.dims), "a volume on one shard keeps the dim that it would be cut along")
+    refuse_if(gone & set(input.dims), "it would remove the cut dim")
     slabs = list(input.slabs)
     for d in sorted(gone, reverse=True):
         slabs = [slab.squeeze(d) for slab in slabs]
@@ -105,7 +105,7 @@ def reshape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     named = bind(func, args, kwargs)
     volume = named["input"]
     if not isinstance(volume, ShardedVolume):
-        refuse("an ordinary tensor takes the shape of a sharded one: pass its shape")
+        refuse("it gives an ordinary tensor the shape of a volume: pass volume.shape")
     refuse_if("dtype" in named, "reinterpreting voxels as another dtype is not supported")
     target = _target_shape(func, args, kwargs)
     turned = partial(_reshaped, target=target, moves=False)
@@ -128,9 +128,10 @@ def _reshaped(volume: ShardedVolume, target: Sequence[int], *, moves: bool) -> S
     """Return the reshaped volume, or None if planes would change shards and ``moves`` is False."""
     context = volume.context
     if volume.merged is None:
-        dims = [_kept_dim(volume.shape, target, dim) for dim in volume.dims]
-        if None not in dims:
-            return _with_slabs(volume, target, dims, volume.dims)  # type: ignore[arg-type]
+        places = zip((_place(volume.shape, dim, target) for dim in volume.dims), volume.sizes, strict=True)
+        kept = [place[0] for place, size in places if place is not None and place[1:] == (1, size)]
+        if len(kept) == len(volume.dims):
+            return _with_slabs(volume, target, kept, volume.dims)
     if len(volume.dims) == 1:
         plain = volume if volume.merged is None else volume.unmerged()
         place = _place(plain.shape, plain.dims[0], target)
@@ -213,12 +214,3 @@ def _target_shape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[i
         return torch.empty(leaf.shape, device="meta") if isinstance(leaf, Tensor) else leaf
 
     return list(func(*map(outline, args), **{name: outline(value) for name, value in kwargs.items()}).shape)
-
-
-def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
-    """Return the dim of ``new`` that holds exactly dim ``dim`` of ``old``, or None."""
-    before = prod(old[:dim])
-    for candidate, size in enumerate(new):
-        if size == old[dim] and prod(new[:candidate]) == before:
-            return candidate
-    return None

@@ -20,8 +20,7 @@ from volseg.parallel.spatial.gathered import gather
 from volseg.parallel.spatial.lazy.bias import take_without_bias
 from volseg.parallel.spatial.lazy.norm import WaitingNorm, settle_in_checkpoint
 from volseg.parallel.spatial.lazy.statistics import Affine, NormStatistics, Pooled, compute_statistics, take_statistics
-from volseg.parallel.spatial.operators.operands import each_sample, each_slab, spatial_only
-from volseg.parallel.spatial.signatures import fill
+from volseg.parallel.spatial.operators.operands import each_slab, spatial_only
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
 
@@ -47,20 +46,13 @@ def normalize(
     return defer(waiting, volume.dims, volume.shape, volume.context), found, lacking
 
 
-TREATED = "input running_mean running_var weight bias momentum eps cudnn_enabled"
-
-
-OVER_BATCH = f"{TREATED} training"
-OF_SAMPLES = f"{TREATED} use_input_stats"
-
-
 def normalize_each_sample(
     func: Callable, input: ShardedVolume, running_mean: Any = None, use_input_stats: bool = True, **settings: Any
 ) -> Any:
     """Normalise each sample by itself."""
     if running_mean is not None and use_input_stats:
-        refuse("running statistics of samples on several shards are not supported")
-    return each_sample(func, input, running_mean=running_mean, use_input_stats=use_input_stats, **settings)
+        refuse("running statistics over samples on more than one shard are not supported")
+    return each_slab(func, input, running_mean=running_mean, use_input_stats=use_input_stats, **settings)
 
 
 def normalize_samples(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
@@ -76,7 +68,7 @@ def normalize_samples(func: Callable, input: ShardedVolume, **settings: Any) -> 
 
     shape = (outer, channels, input.shape[0] // (outer * unit), unit, rest)
     planes = ShardedVolume([as_planes(slab) for slab in input.slabs], (2,), shape, input.context)
-    result = batch_or_instance_norm(func, fill(func, (planes,), settings))
+    result = batch_or_instance_norm(func, planes, **settings)
     slabs: Sequence[Tensor] = result.slabs
     return wrap(input, [as_samples(slab, own) for slab, own in zip(slabs, input.slabs, strict=True)])
 
@@ -84,25 +76,27 @@ def normalize_samples(func: Callable, input: ShardedVolume, **settings: Any) -> 
 BATCH_NORMS = ["F.batch_norm", "torch.batch_norm"]
 
 
-@handles("Normalisation", *BATCH_NORMS, rehearse=False, rounded=True, treats=OVER_BATCH, samples=normalize_samples)
-@handles(
-    "Normalisation", "F.instance_norm", rehearse=False, rounded=True, treats=OF_SAMPLES, samples=normalize_each_sample
-)
-def batch_or_instance_norm(func: Callable, given: Any) -> Any:
+@handles("Normalisation", *BATCH_NORMS, rehearse=False, rounded=True, samples=normalize_samples)
+@handles("Normalisation", "F.instance_norm", rehearse=False, rounded=True, samples=normalize_each_sample)
+def batch_or_instance_norm(
+    func: Callable, input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+    training: bool = False, use_input_stats: bool = True, momentum: Any = 0.1, eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:  # fmt: skip
     """Normalise each channel over the volume, for each sample or over the batch."""
-    volume = given.input
+    volume = input
     _check_spatial(volume)
-    affine = _read_affine(given)
+    affine = Affine(weight, bias, eps)
     over_batch = "batch" in func.__name__
     replicas = volume.context.replicas
-    parameters = {name: getattr(given, name) for name in ("weight", "bias", "running_mean", "running_var")}
+    parameters = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
     if cut := [name for name, value in parameters.items() if isinstance(value, ShardedVolume)]:
         refuse(f"its {cut[0]} must be an ordinary tensor")
     check_sizes(volume.shape[1], **parameters)
-    if not (given.training if over_batch else given.use_input_stats):
-        return _with_given(volume, given)
-    moved = Running.find(given.running_mean, given.running_var, given.momentum)
-    refuse_if(volume.shape[0] == 0, "a batch of no samples has no statistics")
+    if not (training if over_batch else use_input_stats):
+        return _with_given(volume, running_mean, running_var, affine)
+    moved = Running.find(running_mean, running_var, momentum)
+    refuse_if(volume.shape[0] == 0, "an empty batch has no statistics")
     if replicas is not None:
         replicas.check_norm(over_batch, moved is not None)
     count = volume.shape[2:].numel() * (volume.shape[0] if over_batch else 1)
@@ -123,23 +117,19 @@ def batch_or_instance_norm(func: Callable, given: Any) -> Any:
     return result
 
 
-def _read_affine(given: Any) -> Affine:
-    return Affine(given.weight, given.bias, given.eps)
-
-
 def _check_spatial(volume: Any) -> None:
     if not isinstance(volume, ShardedVolume) or not spatial_only(volume, volume.ndim - 2):
         refuse("the volume must be cut along spatial dims")
 
 
-def _with_given(volume: ShardedVolume, given: Any) -> ShardedVolume:
+def _with_given(volume: ShardedVolume, mean: Tensor | None, var: Tensor | None, affine: Affine) -> ShardedVolume:
     """Normalise with the running statistics."""
-    mean, var = given.running_mean, given.running_var
-    affine = _read_affine(given)
     fits = volume.dtype.is_floating_point and 0 not in volume.shape and fusions.is_on("given statistics")
     if mean is None or var is None or not fits:
-        rest = given.weight, given.bias, False, 0.0, given.eps
-        return each_slab(F.batch_norm, volume, mean, var, *rest)  # torch reports what is missing
+        weight, bias, eps = affine
+        return each_slab(
+            F.batch_norm, volume, mean, var, weight, bias, False, 0.0, eps
+        )  # torch reports what is missing
     slabs, lacking = take_without_bias(volume)
     if lacking is not None:
         mean = mean.to(lacking.device) - lacking  # of the slabs, which lack the bias
@@ -148,15 +138,14 @@ def _with_given(volume: ShardedVolume, given: Any) -> ShardedVolume:
     return settle_in_checkpoint(defer(waiting, volume.dims, volume.shape, volume.context))
 
 
-GROUPED = "input num_groups weight bias eps cudnn_enabled"
-
-
-@handles("Normalisation", "F.group_norm", "torch.group_norm", rounded=True, treats=GROUPED, samples=each_sample)
-def group_norm(func: Callable, given: Any) -> Any:
+@handles("Normalisation", "F.group_norm", "torch.group_norm", rounded=True, samples=each_slab)
+def group_norm(
+    func: Callable, input: Any, num_groups: int, weight: Any, bias: Any, eps: float, cudnn_enabled: bool = True
+) -> Any:
     """Normalise groups of channels of each sample over the volume."""
-    _check_spatial(given.input)
-    pooled = Pooled(Grouping(groups=given.num_groups))
-    return settle_in_checkpoint(normalize(given.input, pooled, _read_affine(given))[0])
+    _check_spatial(input)
+    pooled = Pooled(Grouping(groups=num_groups))
+    return settle_in_checkpoint(normalize(input, pooled, Affine(weight, bias, eps))[0])
 
 
 @handles("Normalisation", "F.rms_norm", "torch.rms_norm", merged=True)
@@ -169,14 +158,18 @@ def rms_norm(
     return each_slab(func, input, normalized_shape, weight, eps=eps)
 
 
-LAYERED = "input normalized_shape weight bias eps cudnn_enable"
-
-
-@handles("Normalisation", "F.layer_norm", "torch.layer_norm", merged=True, treats=LAYERED)
-def layer_norm(func: Callable, given: Any) -> Any:
+@handles("Normalisation", "F.layer_norm", "torch.layer_norm", merged=True)
+def layer_norm(
+    func: Callable,
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any,
+    bias: Any,
+    eps: float,
+    cudnn_enable: Any = 1,
+) -> Any:
     """Normalise over the last dims, within each slab or, if the cut is one of them, in the gathered volume."""
-    volume, normalized_shape = given.input, given.normalized_shape
-    weight, bias, eps = _read_affine(given)
+    volume = input
     refuse_if(not isinstance(volume, ShardedVolume), "weight and bias must be ordinary tensors")
     if any(dim >= volume.ndim - len(normalized_shape) for dim in volume.dims):
         return gather(func, (volume, normalized_shape, weight, bias, eps), {})

@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 from volseg.device.torch_internals import find_transform, is_forward_mode, tree_flatten, tree_unflatten
 from volseg.parallel.spatial.context import Context, saved_tensors_hooks
 from volseg.parallel.spatial.gathered import nested, volumes
-from volseg.parallel.spatial.plan.shards import Merged
 from volseg.parallel.spatial.table import refuse
-from volseg.parallel.spatial.volume import ShardedVolume, from_whole, relaid, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, from_whole, give_whole, relaid, wrap
 
 LARGE = 2**22
 """Smallest number of elements of a difference whose rows are computed by the shards that own them."""
@@ -93,44 +92,52 @@ def aligned(operand: Any, like: ShardedVolume) -> list[Any]:
         return list(like.slabs)
     if not isinstance(operand, Tensor):
         return [operand] * len(like.context.communicator.devices)
-    # Cut dims counted from the end, as broadcasting does.
-    wanted = [dim - like.ndim for dim in like.dims]
+    context, pairs = like.context, zip(_dims_from_last(operand, like), like.sizes, strict=True)
+    dims = [dim if dim >= 0 and operand.shape[dim] == size else -1 for dim, size in pairs]
+    several = len(dims) == 1 and dims[0] >= 0 and context.communicator.num_shards > 1
+    if several and operand.numel() >= LARGE and not isinstance(operand, ShardedVolume) and not operand.requires_grad:
+        context.large_rows[like.sizes[0]] = like.merged
+    return place(operand, dims, like)
+
+
+def _dims_from_last(operand: Tensor, like: ShardedVolume) -> list[int]:
+    """Return the operand's dims at the cut dims of a volume, counted from the last as in broadcasting."""
+    return [dim + operand.ndim - like.ndim for dim in like.dims]
+
+
+def place(operand: Tensor, dims: Sequence[int], like: ShardedVolume) -> list[Tensor]:
+    """Return an operand for each slab of ``like``.
+
+    Parameters
+    ----------
+    operand
+        A volume or an ordinary tensor.
+    dims
+        The operand's dim for each cut dim of ``like``, of the same size; -1 if it has none. Each slab gets the whole
+        operand along the other dims.
+    """
+    context = like.context
     if isinstance(operand, ShardedVolume):
-        if _is_cut_alike(operand, wanted, like):
-            return list((operand if operand.merged == like.merged else relaid(operand, like.merged)).slabs)
+        if _is_cut_alike(operand, dims, like):
+            return list(relaid(operand, like.merged).slabs)
+        if set(dims) == {-1} and operand.context is context:
+            return give_whole(operand)
         operand = operand.full_tensor()
-    return _cut_or_spread(operand, wanted, like.sizes, like.context, like.merged)
+    if -1 not in dims:
+        return from_whole(operand, dims, context, like.merged).slabs
+    copies = context.spread(operand)
+    for axis, dim in enumerate(dims):
+        if dim >= 0:  # cut along only one axis of the grid
+            pairs = zip(copies, like.owned(), strict=True)
+            copies = [copy.narrow(dim, own[axis][0], own[axis][1] - own[axis][0]) for copy, own in pairs]
+    return copies
 
 
-def _is_cut_alike(operand: ShardedVolume, wanted: Sequence[int], like: ShardedVolume) -> bool:
-    """Return whether a volume has the slabs of ``like``; one that another model cut may have others."""
+def _is_cut_alike(operand: ShardedVolume, dims: Sequence[int], like: ShardedVolume) -> bool:
+    """Return whether a volume, cut along ``dims``, has slabs like ``like``; one that another model cut may not."""
     own, other = operand.context.communicator, like.context.communicator
-    dims = [dim - operand.ndim for dim in operand.dims]
-    return (
-        dims == wanted
-        and operand.sizes == like.sizes
-        and (own is other or own.owned(like.sizes) == other.owned(like.sizes))
-    )
-
-
-def _cut_or_spread(
-    operand: Tensor, wanted: Sequence[int], sizes: Sequence[int], context: Context, merged: Merged | None
-) -> list[Tensor]:
-    """Cut a whole operand along the cut dims (from the end) that it has; copy it to each shard if it has none."""
-    present = [-dim <= operand.ndim and operand.shape[dim] == size for dim, size in zip(wanted, sizes, strict=True)]
-    if not any(present) or (operand.ndim == 0):
-        return context.spread(operand)
-    if not all(present):
-        # Cut along one of two axes, constant along the other: give it its full extent.
-        shape = list(operand.shape)
-        shape = [1] * max(0, -min(wanted) - operand.ndim) + shape
-        for dim, size in zip(wanted, sizes, strict=True):
-            shape[dim] = size
-        operand = operand.expand(shape)
-    several = len(wanted) == 1 and context.communicator.num_shards > 1
-    if several and operand.numel() >= LARGE and not operand.requires_grad:
-        context.large_rows[sizes[0]] = merged
-    return from_whole(operand, [dim + operand.ndim for dim in wanted], context, merged).slabs
+    alike = list(operand.dims) == dims and operand.sizes == like.sizes
+    return alike and (own is other or own.owned(like.sizes) == other.owned(like.sizes))
 
 
 def run_local(
@@ -181,29 +188,19 @@ def elementwise(function: Callable, *operands: Any, **settings: Any) -> Any:
     return rewrap(like, results)
 
 
-def each_slab(
-    func: Callable, volume: ShardedVolume, *operands: Any, dims: Sequence[int] | None = None, **settings: Any
-) -> ShardedVolume:
-    """Call a function with each slab and a copy of each ordinary tensor; wrap its results, cut along ``dims``."""
-    return wrap(volume, call_each(func, volume, *operands, **settings), dims)
-
-
-def call_each(func: Callable, volume: ShardedVolume, *operands: Any, **settings: Any) -> list[Any]:
-    """Return a function's result for each slab and a copy of each ordinary tensor."""
-    slabs = volume.slabs
+def each_slab(func: Callable, input: ShardedVolume, *operands: Any, **settings: Any) -> Any:
+    """Call a function with each slab, or slab of samples, and a copy of each ordinary tensor; return volumes."""
+    slabs = input.slabs
 
     def give(own: Any) -> list[Any]:
-        return volume.context.spread(own) if isinstance(own, Tensor) else [own] * len(slabs)
+        return input.context.spread(own) if isinstance(own, Tensor) else [own] * len(slabs)
 
     columns = [give(own) for own in operands]
     named = {name: give(own) for name, own in settings.items()}
     rows = enumerate(zip(slabs, *columns, strict=True))
-    return [func(*row, **{name: column[number] for name, column in named.items()}) for number, row in rows]
-
-
-def each_sample(func: Callable, input: ShardedVolume, **settings: Any) -> Any:
-    """Run a function on each slab of samples, which it computes by themselves."""
-    return rewrap(input, call_each(func, input, **settings))
+    return rewrap(
+        input, [func(*row, **{name: column[number] for name, column in named.items()}) for number, row in rows]
+    )
 
 
 def wrap_reduced(
@@ -216,12 +213,11 @@ def wrap_reduced(
 
 def cut_like(operand: Tensor, like: ShardedVolume) -> ShardedVolume:
     """Return a volume or an ordinary tensor of the same grid, cut like ``like`` (dims count from the last)."""
-    wanted = [dim - like.ndim for dim in like.dims]
+    dims = _dims_from_last(operand, like)
     if isinstance(operand, ShardedVolume):
-        if _is_cut_alike(operand, wanted, like):
+        if _is_cut_alike(operand, dims, like):
             return relaid(operand, like.merged)
         operand = operand.full_tensor()
-    dims = [dim + operand.ndim for dim in wanted]
     if any(dim < 0 or operand.shape[dim] != size for dim, size in zip(dims, like.sizes, strict=True)):
-        refuse(f"an ordinary tensor of shape {tuple(operand.shape)} has another grid")
+        refuse(f"an ordinary tensor of shape {tuple(operand.shape)} does not have the planes of the cut volume")
     return from_whole(operand, dims, like.context, like.merged)

@@ -107,7 +107,7 @@ def roll(func: Callable, input: Any, shifts: int | Sequence[int], dims: int | Se
     """Roll along named dims; along the cut each shard fetches the planes that move into it."""
     source = volume = input
     if dims is None or dims == () or dims == []:
-        refuse("rolling the flattened volume is not supported: name dims")
+        refuse("rolling the flattened volume is not supported: pass dims")
     shifts, dims = ([value] if isinstance(value, int) else list(value) for value in (shifts, dims))
     for shift, dim in zip(shifts, dims, strict=True):
         dim %= volume.ndim

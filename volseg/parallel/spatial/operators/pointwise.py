@@ -18,7 +18,7 @@ from volseg.parallel.spatial.gathered import run_gathered
 from volseg.parallel.spatial.lazy import scores
 from volseg.parallel.spatial.lazy.addition import add_in_place, add_waiting, add_with_room
 from volseg.parallel.spatial.lazy.attention import waits
-from volseg.parallel.spatial.operators.operands import aligned, each_sample, each_slab, rewrap, run_local
+from volseg.parallel.spatial.operators.operands import aligned, each_slab, rewrap, run_local
 from volseg.parallel.spatial.signatures import bind
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
 from volseg.parallel.spatial.volume import ShardedVolume, defer, wrap
@@ -94,8 +94,7 @@ def pointwise(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         volume, gate = sorted(args, key=lambda given: isinstance(given, ShardedVolume) and given.shape[1:2] == (1,))
         if _is_gated(volume, gate):
             return wrap(volume, [_Gate.apply(*row) for row in zip(volume.slabs, gate.slabs, strict=True)])
-    like, results = run_local(func, args, kwargs)
-    return rewrap(like, results)
+    return rewrap(*run_local(func, args, kwargs))
 
 
 def _go_on_waiting(func: Callable, first: Any, second: Any) -> ShardedVolume | None:
@@ -188,22 +187,19 @@ TAKEN_ALONG = {
 }
 """Kinds of activation (see ``Activation``) that a pending norm includes."""
 
-SETTINGS = ("negative_slope", "alpha", "approximate")
 
-ACTIVATED = f"input {' '.join(SETTINGS)} inplace"
-
-
-@handles("Activations", "relu", "relu_", "F.leaky_relu", "F.leaky_relu_", rehearse=False, merged=True, treats=ACTIVATED)
-@handles(
-    "Activations", "F.elu", "F.elu_", "silu", "silu_", "gelu", "gelu_", rehearse=False, merged=True, treats=ACTIVATED
-)
-@handles("Pointwise arithmetic", "sigmoid", "sigmoid_", rehearse=False, merged=True, treats=ACTIVATED)
-def activate(func: Callable, given: Any) -> Any:
+@handles("Activations", "relu", "relu_", "F.leaky_relu", "F.leaky_relu_", rehearse=False, merged=True)
+@handles("Activations", "F.elu", "F.elu_", "silu", "silu_", "gelu", "gelu_", rehearse=False, merged=True)
+@handles("Pointwise arithmetic", "sigmoid", "sigmoid_", rehearse=False, merged=True)
+def activate(
+    func: Callable, input: Any, negative_slope: Any = None, alpha: Any = None, approximate: Any = None,
+    inplace: bool = False,
+) -> Any:  # fmt: skip
     """Add the activation to a pending norm in front, or apply it to each slab."""
-    volume = given.input
-    inplace = getattr(given, "inplace", False)
+    volume = input
     refuse_if(not isinstance(volume, ShardedVolume), "its input is not sharded")
-    settings = {name: getattr(given, name) for name in SETTINGS if hasattr(given, name)}
+    given = {"negative_slope": negative_slope, "alpha": alpha, "approximate": approximate}
+    settings = {name: value for name, value in given.items() if value is not None}
     kind: Any = TAKEN_ALONG[func.__name__.removesuffix("_")]
     exact = settings.get("approximate", "none") == "none"
     taken = exact and (kind in ("leaky", "elu") or fusions.is_on("activations"))
@@ -220,11 +216,11 @@ def activate(func: Callable, given: Any) -> Any:
     return defer(waiting, volume.dims, volume.shape, volume.context)
 
 
-@handles("Activations", "prelu", "F.prelu", rehearse=False, merged=True, samples=each_sample)
+@handles("Activations", "prelu", "F.prelu", rehearse=False, merged=True, samples=each_slab)
 def prelu(func: Callable, input: Any, weight: Tensor) -> Any:
     """Apply a slope per channel (not a broadcast from the end)."""
     if not isinstance(input, ShardedVolume) or isinstance(weight, ShardedVolume) or {0, 1} & set(input.dims):
-        refuse("batch and channels must not be cut, nor the weight")
+        refuse("batch and channels must not be cut, and the weight must be an ordinary tensor")
     if weight.ndim > 1 or weight.numel() not in (1, input.shape[1]):
         raise RuntimeError(f"prelu needs one slope, or {input.shape[1]} (one per channel), got {tuple(weight.shape)}")
     waiting = input.pending.activate(Activation("prelu"), weight) if fusions.is_on("activations") else None

@@ -15,9 +15,9 @@ from torch import Tensor
 from volseg.parallel.spatial.context import active_autocast_dtype
 from volseg.parallel.spatial.lazy.attention import attend
 from volseg.parallel.spatial.lazy.scores import score
-from volseg.parallel.spatial.operators.operands import elementwise
+from volseg.parallel.spatial.operators.operands import elementwise, place
 from volseg.parallel.spatial.table import handles, refuse, refuse_if
-from volseg.parallel.spatial.volume import ShardedVolume, from_whole, give_whole, relaid, wrap
+from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 Letters = Sequence[str]
 
@@ -43,7 +43,7 @@ def contract(
     results = [compute(*row) for row in zip(*columns, strict=True)]
     if set(cut) <= set(output):
         return wrap(like, results, [list(output).index(letter) for letter in cut])
-    refuse_if(set(cut) & set(output), "one cut dim is summed over, and the other one is not")
+    refuse_if(set(cut) & set(output), "it sums over one cut dim, but not over the other")
     # Partial sums of 16-bit results are added in float32 and rounded once, as on one device.
     dtype = results[0].dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -56,33 +56,19 @@ def _cut(volume: ShardedVolume, letters: Letters) -> list[str]:
 
 def _placed(operand: Tensor, letters: Letters, like: ShardedVolume, cut: Letters) -> list[Tensor]:
     """Return an operand cut like ``like`` if it has the cut letters, or the whole operand for each slab."""
-    refuse_if(any(list(letters).count(letter) > 1 for letter in cut), "a diagonal is taken along the cut")
-    context = like.context
+    refuse_if(any(list(letters).count(letter) > 1 for letter in cut), "it reads a diagonal along the cut")
     dims = [
         list(letters).index(letter) if letter in letters and operand.shape[list(letters).index(letter)] == size else -1
         for letter, size in zip(cut, like.sizes, strict=True)
     ]
-    if isinstance(operand, ShardedVolume):
-        if list(operand.dims) == dims:
-            return relaid(operand, like.merged).slabs
-        if set(dims) == {-1}:
-            return give_whole(operand)
-        operand = operand.full_tensor()
-    if -1 not in dims:
-        return from_whole(operand, dims, context, like.merged).slabs
-    copies = context.spread(operand)
-    for axis, dim in enumerate(dims):
-        if dim >= 0:  # cut along only one axis of the grid
-            pairs = zip(copies, like.owned(), strict=True)
-            copies = [copy.narrow(dim, own[axis][0], own[axis][1] - own[axis][0]) for copy, own in pairs]
-    return copies
+    return place(operand, dims, like)
 
 
 @handles("Products", "einsum", merged=True)
 def einsum(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Multiply and sum as the equation says."""
     equation, *operands = args
-    refuse_if(not isinstance(equation, str), "it needs an equation, not lists of dims")
+    refuse_if(not isinstance(equation, str), "it supports only an equation, not lists of dims")
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     widths = [o.ndim - len(term.replace("...", "")) for o, term in zip(operands, terms, strict=True)]
@@ -158,16 +144,13 @@ def linear(func: Callable, input: Any, weight: Tensor, bias: Tensor | None = Non
     return wrap(input, [func(slab, w, b) for slab, w, b in rows])
 
 
-@handles(
-    "Products",
-    "F.scaled_dot_product_attention",
-    merged=True,
-    treats="query key value attn_mask dropout_p is_causal scale enable_gqa",
-)
-def attention(func: Callable, given: Any) -> Any:
+@handles("Products", "F.scaled_dot_product_attention", merged=True)
+def attention(
+    func: Callable, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dropout_p: float, is_causal: bool,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
     """Let each query of a slab attend to all keys: the query stays cut, keys and values are gathered."""
-    query, key, value, attn_mask = given.query, given.key, given.value, given.attn_mask
-    refuse_if(given.dropout_p, "dropout of attention weights is not supported on slabs: pass dropout_p=0")
+    refuse_if(dropout_p, "dropout of attention weights is not supported on slabs: pass dropout_p=0")
     batch = [str(-i) for i in range(max(t.ndim for t in (query, key, value)) - 2, 0, -1)]
     letters = [[*batch[len(batch) - t.ndim + 2 :], *own] for t, own in ((query, "me"), (key, "ne"), (value, "nv"))]
     operands = [query, key, value]
@@ -175,7 +158,7 @@ def attention(func: Callable, given: Any) -> Any:
         operands.append(attn_mask)
         letters.append([*batch, "m", "n"][-attn_mask.ndim :] if attn_mask.ndim else [])
     output = [*batch, "m", "v"]
-    asked = {name: getattr(given, name, None) for name in ("scale", "is_causal", "enable_gqa")}
+    asked = {"scale": scale, "is_causal": is_causal, "enable_gqa": enable_gqa}
     settings = {name: value for name, value in asked.items() if value is not None and value is not False}
 
     def compute(*local: Tensor) -> Tensor:
@@ -186,5 +169,5 @@ def attention(func: Callable, given: Any) -> Any:
     if not cuts:  # only keys and values, or features, are cut: the result is whole
         return compute(*(o.full_tensor() if isinstance(o, ShardedVolume) else o for o in operands))
     if ("is_causal" in settings and "m" in cuts[0]) or ("enable_gqa" in settings and set(cuts[0]) != {"m"}):
-        refuse("a causal mask along the cut, or grouped heads that are cut, are not supported: pass attn_mask")
+        refuse("a causal mask along the cut and grouped heads that are cut are not supported: pass attn_mask")
     return contract(compute, operands, letters, output)

@@ -22,6 +22,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,10 +81,7 @@ class Communicator(ABC):
 
     def number_of(self, coordinates: Sequence[int]) -> int:
         """Return the row-major number of a shard."""
-        number = 0
-        for coordinate, count in zip(coordinates, self.grid, strict=True):
-            number = number * count + coordinate
-        return number
+        return int(np.ravel_multi_index(tuple(coordinates), self.grid))
 
     @cached_property
     def _shares(self) -> dict[tuple[tuple[int, ...], torch.dtype, torch.device], Tensor]:

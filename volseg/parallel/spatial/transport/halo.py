@@ -99,9 +99,9 @@ def start_filling(buffers: Sequence[Tensor], halos: Sequence[Halo]) -> Wait:
 
     The slabs' outermost planes must have been written.
     """
-    sends = [halo.view_owed(own_planes(buffer, halo.own)) for buffer, halo in zip(buffers, halos, strict=True)]
-    receives = [halo.view_around(buffer) for buffer, halo in zip(buffers, halos, strict=True)]
-    return _start_exchange(halos, sends, receives)
+    pairs = list(zip(buffers, halos, strict=True))
+    slabs = [own_planes(buffer, halo.own) for buffer, halo in pairs]
+    return start_receiving(slabs, halos, [halo.view_around(buffer) for buffer, halo in pairs])
 
 
 def start_receiving(slabs: Sequence[Tensor], halos: Sequence[Halo], receives: Sequence["Sides"]) -> Wait:

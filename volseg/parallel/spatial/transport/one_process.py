@@ -108,15 +108,14 @@ class LocalDevices(Communicator):
         for coordinates, device in zip(self.coordinates, self.devices, strict=True):
             here = coordinates[axis]
             first, last = plan.owned[here]
-            pieces = []
+            kept: list[tuple[int, Tensor]] = []
+            arrivals: list[tuple[int, Tensor]] = []
             for move in (move for move in plan.moves if move.source == here):
                 arrived = held[(*coordinates[:axis], move.target, *coordinates[axis + 1 :])]
                 planes = arrived.narrow(dim, move.place, move.stop - move.start)
-                pieces.append((move.target != here, move.start - first, planes))
-            pieces.sort(key=lambda piece: piece[0])
-            _, start, kept = pieces.pop(0) if pieces and not pieces[0][0] else (False, 0, None)
-            total = start_total(held[coordinates], dim, last - first, start, kept)
-            for _, start, planes in pieces:
+                (kept if move.target == here else arrivals).append((move.start - first, planes))
+            total = start_total(held[coordinates], dim, last - first, *(kept.pop(0) if kept else (0, None)))
+            for start, planes in (*kept, *arrivals):
                 total.narrow(dim, start, planes.shape[dim]).add_(planes.to(device, non_blocking=True))
             totals.append(total)
         return totals

@@ -10,10 +10,11 @@ axis of the volume. Without a mesh all processes share each volume.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -59,11 +60,7 @@ class ProcessGroupShards(Communicator):
         self.home = device
         self.devices = [device]
         self.rank = dist.get_rank(group)
-        position, rest = [], self.rank
-        for count in reversed(self.grid):
-            position.append(rest % count)
-            rest //= count
-        self.coordinates = [tuple(reversed(position))]
+        self.coordinates = [tuple(map(int, np.unravel_index(self.rank, self.grid)))]
         self.shared = SharedParameters(group, device, fixed_order)
 
     @cached_property
@@ -104,13 +101,10 @@ class ProcessGroupShards(Communicator):
 
     def fetch(self, slabs: Sequence[Tensor], plan: Fetch) -> list[Tensor]:
         """Exchange planes with their owners; see ``Communicator``."""
-        return self.take_own(slabs, plan) if plan.stays else [self._fetch(slabs[0], plan)]
-
-    def _fetch(self, slab: Tensor, plan: Fetch) -> Tensor:
-        fetched: Tensor = LinearMap.apply(
-            lambda own: self.exchange(own, plan), lambda gradient: self.give_back(gradient, plan), slab
-        )
-        return fetched
+        if plan.stays:
+            return self.take_own(slabs, plan)
+        maps = partial(self.exchange, plan=plan), partial(self.give_back, plan=plan)
+        return [LinearMap.apply(*maps, slabs[0])]
 
     def exchange(self, slab: Tensor, plan: Fetch) -> Tensor:
         """Return the wanted planes, outside autograd; see ``Communicator.fetch``."""
@@ -261,7 +255,7 @@ def join(
     names = mesh.mesh_dim_names or tuple(f"spatial{index}" for index in range(mesh.ndim))
     cutting = [name for name in names if name != DATA]
     if not cutting:
-        raise ParallelError(f"mesh has the dimensions {names}; one besides {DATA!r} is needed to cut the volume")
+        raise ParallelError(f"mesh has only the dimensions {names}; it needs one other than {DATA!r} to cut the volume")
     sizes = [mesh.mesh.shape[names.index(name)] for name in cutting]
     # Row-major over the cutting dimensions, one group per replica; every process makes every group, as torch requires.
     replica_dim = names.index(DATA) if DATA in names else None

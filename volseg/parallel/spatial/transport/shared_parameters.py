@@ -112,9 +112,9 @@ def copy_plain(communicator: Communicator, whole: Tensor) -> list[Tensor]:
 
 
 REFUSAL = (
-    "the shards of a volume used {names} in a step in different ways: some shards had a gradient for it and others had "
-    "none, or it lies in memory in another layout, so that their sum belongs to no network; let forward() use the same "
-    "parameters in all processes, and give them the same memory format in all"
+    "the shards of a volume used {names} differently in a step: only some shards had a gradient for it, or its memory "
+    "layout differs between shards, so the sum of the gradients is wrong; let forward() use the same parameters in all "
+    "processes, with the same memory format"
 )
 
 
