@@ -153,7 +153,9 @@ def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry, *, is_seco
         find_coarse_axis(mm) is not None for mm in (geometry.spacing, *(case.spacing for case in fingerprint.cases))
     ):
         value["thick_slices"] = "nearest"
-        reason += "; if one axis is more than 3 times the finest, each plane is resampled, and across planes the nearest is used"
+        reason += (
+            "; if one axis is more than 3 times the finest, planes are resampled, and across them the nearest is used"
+        )
     yield Setting(f"preprocessing.{number}", value, reason)
     if is_second:
         labels = sorted(value for value in fingerprint.labels if value)
