@@ -79,7 +79,7 @@ def test_byte_order_mark(msd):
 def test_tests_that_were_not_fetched_are_left_out(msd, caplog):
     root = msd(test=["./imagesTs/case_c.nii.gz", "./imagesTs/case_d.nii.gz"])
     assert [case["case"] for case in load_task(root).test] == ["case_c"]
-    assert "leaving out 1 of 2 declared test images, which do not exist" in caplog.text
+    assert "leaving out 1 of 2 declared test images: their files do not exist" in caplog.text
 
 
 def test_absent_files_are_counted_and_named(msd):
@@ -99,7 +99,7 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"training": []}, r"lists no training cases; needed: .* as 'training': \[\{'image'"),
+        ({"training": []}, r"lists no training cases; needed: .* 'training': \[\{'image'"),
         ({"training": None}, r"'training' should be a list of cases, got NoneType"),
         ({"training": ["imagesTr/a.nii.gz"]}, r"training\[0\] should name image and label, got 'imagesTr/a"),
         ({"training": [pair(), pair()]}, r"declares 1 case\(s\) more than once, first 'a'; keep each once"),

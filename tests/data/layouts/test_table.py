@@ -138,7 +138,7 @@ def test_a_split_of_a_column(table):
         ("case,image,label,Label\na,x,x,x", r"has two columns called 'label'; keep one of them"),
         ("case,image,label\na,x", r"line 2 has 2 cells; needed: 3, as in the header"),
         ('case,image,label\na,"x,y', r"cannot be read as a table: unexpected end of data"),
-        ("case,image,label\na,files/x.nii,", r"line 2: 'label' is empty; needed: a path \(cases without a label have"),
+        ("case,image,label\na,files/x.nii,", r"line 2: 'label' is empty; needed: a path \(a case without a label"),
         ("case,image,label\n,files/x.nii,files/xl.nii", r"line 2 calls a case ''; needed: a valid file name"),
         ("case,image,label\na,C:\\x.nii,files/xl.nii", r"'image' is 'C:\\\\x\.nii', a path of another system"),
         (

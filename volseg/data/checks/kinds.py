@@ -37,14 +37,14 @@ KINDS: Mapping[str, FindingKind] = {
     "unreadable": _bad("a file cannot be read as a volume", "convert it, or export it again"),
     "no-memory": _bad("a volume needs more memory than is free", "crop or resample it, or check on a larger machine"),
     "size": _bad("voxel sides or an extent that no patient has", "correct the spacing in the header, or its unit"),
-    "channels": _bad("the number of channels is not the task's", "correct the file, or the channels of the task"),
+    "channels": _bad("the number of channels differs from the task's", "correct the file, or the channels of the task"),
     "not-finite": _bad("NaN or infinite voxels", "replace them, for instance with the value of air"),
     "huge-values": _look("voxels beyond the range of any scanner", "replace them, for example with the value of air"),
     "constant": _bad("a channel of the image is constant", "export the image again"),
     "label-channels": _bad("a label map with more than one channel", "write one number per structure into one channel"),
     "label-fractions": _bad(
         "label values that are not integers",
-        "export it again with nearest neighbours",
+        "export it again with nearest-neighbour interpolation",
         "rounded, if every voxel is within 0.001 of a declared value",
     ),
     "label-undeclared": _bad("label values that are not declared", "correct the label map or declare the value"),
@@ -52,7 +52,8 @@ KINDS: Mapping[str, FindingKind] = {
     "swapped": _bad("image and label are swapped", "name them the other way round"),
     "shape": _bad("image and label differ in shape", "resample the label onto the image's grid"),
     "label-coarser": _bad(
-        "the label has a coarser or finer grid", "resample it onto the image's grid with nearest neighbours"
+        "the label has a coarser or finer grid",
+        "resample it onto the image's grid with nearest-neighbour interpolation",
     ),
     "affine": _bad(
         "image and label are in different places",
@@ -87,7 +88,7 @@ KINDS: Mapping[str, FindingKind] = {
         "the label contains values that the case's list of annotated labels lacks",
         "add them to 'labelled', or remove them from the label map",
     ),
-    "image-like-label": _look("the image looks like a label map", "was a label map named as the image?"),
+    "image-like-label": _look("the image looks like a label map", "is the file really an image?"),
     "same-channels": _look("two channels contain the same voxels", "was one file used for both?"),
     "single-slice": _look("the volume is a single slice", "are the other slices missing?"),
     "unplaced": _look(
@@ -107,7 +108,7 @@ KINDS: Mapping[str, FindingKind] = {
         "the same image has several names", "keep one; otherwise it counts twice, and may be in training and test"
     ),
     "trains-and-tests": _look("a test image is also in training", "remove one of them"),
-    "same-label": _look("different images have the same label map", "find the right label map of each image"),
+    "same-label": _look("different images have the same label map", "name the right label map for each image"),
     "image-copy": _look(
         "the image is a cropped, mirrored or rescaled copy of another case's image",
         "keep one; otherwise it counts twice, and may be in training and test",
@@ -153,9 +154,9 @@ KINDS: Mapping[str, FindingKind] = {
         "preprocessing needs Orientation, as in planned configs; check left and right",
     ),
     "spacing": _look(
-        "a spacing far from the other cases'", "is it in mm? leave the case out if its protocol is another"
+        "the spacing is far from the other cases'", "is it in mm? leave the case out if it has another protocol"
     ),
-    "extent": _look("a size (mm) far from the other cases'", "is the volume cut off, or of another body region?"),
+    "extent": _look("the size (mm) is far from the other cases'", "is the volume cut off, or of another body region?"),
     "intensity-scale": _look(
         "intensities on another scale than in the other cases",
         "export it like the others, or normalise each case separately (ZScore)",

@@ -162,7 +162,7 @@ def _compare_fields(
             text = "contains the same voxels as its image; name two different files"
             return [*others, _describe(case, "label", Fault("image-is-label", text))]
         if len(others) < len(found) and holds_labels_only(image.as_tensor(), task):
-            text = "contains only values of labels, but its label contains others; name them the other way round"
+            text = "contains only label values, but its label contains others; name them the other way round"
             return [*others, _describe(case, "image", Fault("swapped", text))]
     if image is None or any(finding.kind in NO_VALUES for finding in found):
         return found

@@ -73,7 +73,7 @@ class RepairedTask:
         told += [f"left out  {name}" for name in self.left_out]
         told += [f"copied unchanged  {name}" for name in self.kept_bad]
         if self.splits is not None:
-            told.append(f"the folds of the table are in {self.splits}; set split.file to it, or others are computed")
+            told.append(f"the folds of the table are in {self.splits}; set split.file to it, or other folds are used")
         return [
             *told,
             f"{self.root} is the corrected copy: {len(cases)} case(s) repaired, {len(self.left_out)} left out",
@@ -129,7 +129,7 @@ def _require_free(target: Path, task: Task) -> None:
     source = Path(os.path.realpath(task.root))
     real = Path(os.path.realpath(target))
     if real.is_relative_to(source) or source.is_relative_to(real):
-        raise DataError(f"{target} is inside {task.root} or contains it; name a folder outside for the corrected copy")
+        raise DataError(f"{target} is inside {task.root} or contains it; choose another folder for the corrected copy")
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise DataError(f"{target} exists and is not an empty folder; name a new folder for the corrected copy")
 

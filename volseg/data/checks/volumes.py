@@ -168,13 +168,13 @@ def _describe_fractions(voxels: Tensor, values: LabelValues) -> str:
     found = _list_values(values.fractions, values.num_fractions)
     if values.farthest <= ROUNDED_VALUE:
         return (
-            f"contains values that are not integers ({found}), by {values.farthest:.1g} at most, probably because of a "
-            "scale factor; round them, for example with `volseg data check DATA_SET --fix DIR`"
+            f"contains values that differ from integers ({found}) by {values.farthest:.1g} at most, probably due to "
+            "a scale factor; round them, for example with `volseg data check DATA_SET --fix DIR`"
         )
     probabilities = ", as in a probability map" if voxels.min() >= 0 and voxels.max() <= 1 else ""
     return (
         f"contains values that are not integers ({found}){probabilities}; it was probably resampled linearly; export "
-        "it again with nearest neighbours"
+        "it again with nearest-neighbour interpolation"
     )
 
 

@@ -72,8 +72,8 @@ def sort_cases(
         require_text([case["case"], *list_case_files(case)], f"a case of {source} or a file of it")
     if not training:
         raise DataError(
-            f"{source} lists no training cases; needed: at least one with image and label, in a table without 'test' "
-            "under 'split', in dataset.json as 'training': [{'image': ..., 'label': ...}, ...]"
+            f"{source} lists no training cases; needed: at least one with image and label, in a table a row without "
+            "'test' under 'split', in dataset.json 'training': [{'image': ..., 'label': ...}, ...]"
         )
     if doubled := list_duplicates(case["case"] for case in [*training, *test]):
         raise DataError(
@@ -158,7 +158,7 @@ def _drop_absent(test: Sequence[Case], source: Path) -> list[Case]:
     present = [case for case in test if all(path.exists() for path in list_files(case["image"]))]
     if len(present) < len(test):
         logger.warning(
-            "%s: leaving out %d of %d declared test images, which do not exist",
+            "%s: leaving out %d of %d declared test images: their files do not exist",
             source.parent,
             len(test) - len(present),
             len(test),

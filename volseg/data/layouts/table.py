@@ -232,7 +232,7 @@ def _locate(text: str, column: str, table: _Table, where: str) -> Path:
     """Return the path in a cell, relative to the table; it may be anywhere."""
     if not text:
         raise DataError(
-            f"{where}: {column!r} is empty; needed: a path (cases without a label have 'test' under 'split')"
+            f"{where}: {column!r} is empty; needed: a path (a case without a label needs 'test' under 'split')"
         )
     if os.path.isabs(text):
         return Path(os.path.abspath(text))
