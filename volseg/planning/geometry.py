@@ -264,7 +264,7 @@ PRESETS_OF = {"VNet": "vnet", "ResEncUNet": "resenc"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Like:
-    """Values that a plan takes from a trained network."""
+    """Values of a trained network that a plan uses."""
 
     source: str
     """Path of the initial weights."""

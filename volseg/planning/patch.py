@@ -19,7 +19,7 @@ LARGEST_PATCHES = {2: 2048**2, 3: 256**3}
 """Voxels of the first patch, by the number of axes with more than one voxel."""
 
 SMALLEST_SIDES = (16, 24)
-"""Shortest side of the halved axes: if several are halved, and if one is."""
+"""Shortest sides of the halved axes: if more than one axis is halved, and if only one is."""
 
 Sides = tuple[int, int, int]
 Count = Callable[[Sequence[int], Topology], int]

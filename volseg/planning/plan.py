@@ -39,7 +39,7 @@ class Plan:
     patients: GroupProposal | None = None
     """Groups of the cases by patient; None if each case counts as a patient."""
     like: Like | None = None
-    """The trained network from which grid, patch and network are taken."""
+    """The trained network that determines grid, patch and network."""
     first_stage: "Plan | None" = None
     """For a cascade, the plan of the low-resolution network."""
 
@@ -71,7 +71,7 @@ def plan(
     patients: GroupProposal | None = None,
     like: Like | None = None,
 ) -> Plan:
-    """Plan the training of a task: every value of its config, by nnU-Net's rules where it has one.
+    """Plan the training of a task: every value of its config, by nnU-Net's rules where these exist.
 
     Parameters
     ----------

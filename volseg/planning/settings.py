@@ -164,7 +164,7 @@ def _list_preprocessing(fingerprint: Fingerprint, geometry: Geometry, *, is_seco
 
 
 def _normalise(fingerprint: Fingerprint) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield a step per scheme of the channels' names, by nnU-Net's names."""
+    """Yield a step for each scheme that the channels' names select, as in nnU-Net."""
     kept = float(np.median([case.kept for case in fingerprint.cases]))
     schemes = [{"ct": "ct", "nonorm": "none"}.get(name.casefold(), "zscore") for name in fingerprint.channels]
     for channel, scheme in enumerate(schemes):
@@ -214,7 +214,7 @@ def _list_patch(geometry: Geometry, preset: str, like: Like | None) -> Iterator[
 
 
 def _explain_patch(geometry: Geometry, preset: str) -> list[str]:
-    """Return the reasons of the size and of the batch."""
+    """Return the reasons for the size and for the batch."""
     median = " x ".join(f"{side:g}" for side in geometry.median_shape)
     million = f"{geometry.features / 1e6:.0f} million features"
     size = (
@@ -386,7 +386,7 @@ def _list_inference(fingerprint: Fingerprint, geometry: Geometry, preset: str) -
 
 
 def _list_single(fingerprint: Fingerprint) -> list[str]:
-    """Return the structures that are one component in every case with them, in enough cases."""
+    """Return the structures that are one component in every case that has them, if enough cases do."""
     shares: dict[str, list[float]] = {}
     for case in fingerprint.cases:
         for name, share in case.largest.items():

@@ -136,7 +136,7 @@ def make_cache_folder(folder: Path) -> None:
         If it does not exist and cannot be created.
     """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it contains data of patients
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # patient data
     except OSError as fault:
         raise ConfigError(
             f"prepared cases cannot be stored in {folder} ({fault.strerror or fault}); set data.cache or "
@@ -174,7 +174,7 @@ def list_image_files(path: Path) -> list[Path]:
 
 
 class FileMemory:
-    """Facts of files, such as their digests, remembered in a folder for all processes while the files are unchanged.
+    """Store of facts about files, such as their digests, for all processes while the files are unchanged.
 
     Parameters
     ----------

@@ -49,7 +49,7 @@ LEFT_FREE_SHARE, LEFT_FREE_BYTES = 0.1, 20 * GIB
 """Share and size of the disk space that is left free; the smaller one counts."""
 
 KEPT_SECONDS = 24 * 3600.0
-"""A case is not removed to make room within this time since its last use: a running training may need it again."""
+"""A case that was used within this time is not removed to make room: a running training may need it again."""
 
 
 class CaseCache:
@@ -168,10 +168,10 @@ class CaseCache:
             return None
         except DamagedCaseError as fault:
             logger.warning("%s; the case is prepared again", fault)
-            with suppress(OSError):  # where only reading is allowed
+            with suppress(OSError):  # for a read-only folder
                 path.unlink(missing_ok=True)
             return None
-        except OSError as fault:  # no right to read it, or no address space
+        except OSError as fault:  # no permission to read it, or no address space
             logger.warning("%s cannot be opened (%s); the case is prepared again", path, fault.strerror or fault)
             return None
         stored.mark_used()
@@ -205,7 +205,7 @@ class CaseCache:
         OSError
             If there is too little room, with the reason.
         """
-        entries = list_entries(self.folder)  # listed again each time: other processes store and remove cases, too
+        entries = list_entries(self.folder)  # each time, since other processes store and remove cases too
         used = sum(entry.size for entry in entries)
         excess = self._measure_excess(used + needed)
         if excess > 0:
@@ -287,7 +287,7 @@ def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str
     about = {field.name: getattr(task, field.name) for field in fields(task)}
     for name in ("root", "training", "test", "splits", "columns"):
         del about[name]
-    about["labels"] = sorted(task.labels.items())  # keys of JSON are strings
+    about["labels"] = sorted(task.labels.items())  # JSON keys are strings
     # The number for hidden background depends on the labelled values of all cases.
     about["cases"] = sorted({_format_json(_without_files(case)) for case in task.training})
     return {

@@ -1,7 +1,7 @@
 """Check and prepare the cases of a training in all processes together.
 
-Processes share cases through the cache: each case is made by one process, while the others that need it wait, and all
-map the same file. Without a cache, each process makes and keeps its own cases.
+Processes share cases through the cache: each case is prepared by one process, while the others that need it wait; all
+map the same file. Without a cache, each process prepares and keeps its own cases.
 """
 
 import logging
@@ -140,7 +140,7 @@ def prepare_together(
     workers: int | None = None,
     progress: Callable[[], object] | None = None,
 ) -> PreparedCases:
-    """Check and prepare cases, reading each file once: once in each process, or with a cache once in all.
+    """Check and prepare cases; read each file once per process, or with a cache only once.
 
     Every case is checked, even after problems with others, so that all bad cases are named at once, in every process.
 

@@ -81,7 +81,7 @@ def prepare_all(cases: Sequence[Case], preprocessing: Preprocessing, *, keep_ref
 
 
 class DamagedCaseError(Exception):
-    """A file is not a valid stored case; its case is prepared again."""
+    """Error of a stored case whose file is damaged; the case is prepared again."""
 
 
 def write_case(file: BinaryIO, case: Mapping[str, Any], about: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ def write_case(file: BinaryIO, case: Mapping[str, Any], about: Mapping[str, Any]
     OSError
         If the file cannot be written.
     """
-    # An id and paths are known to the reader of the case.
+    # The reader of the case knows its id and paths.
     tensors = {name: value for name, value in case.items() if isinstance(value, Tensor)}
     content = {
         "volumes": {name: _pack(tensor) for name, tensor in tensors.items()},

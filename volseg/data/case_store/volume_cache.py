@@ -23,7 +23,7 @@ from volseg.errors import DataError
 from volseg.transforms.augmentation.triton_reading import PatchSources
 
 MOST_FOREGROUND = 10_000
-"""Voxels remembered per case and class for oversampling; nnU-Net's number."""
+"""Most voxels stored per case and class for oversampling; nnU-Net's number."""
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ class VolumeCache:
     ) -> tuple[Tensor, Tensor]:
         """Return the patches of a batch, from fetched boxes and from the device; see `gather`.
 
-        The ``places`` are the result of `locate`, on any device; if they are on ``device``, nothing waits for them.
+        The ``places`` are the result of `locate`, on any device; on ``device`` they need no copy.
         """
         image, label = (box.to(self.device, non_blocking=True) for box in boxes)
         if not self.num_on_device:

@@ -67,7 +67,7 @@ class LabelShape:
     """Statistics of all structures of a label map together."""
 
     volume: float
-    """In mm3."""
+    """Labelled volume (mm3)."""
     unlabelled: float
     """Share of the voxels that are not labelled."""
     agreement: float
@@ -211,7 +211,7 @@ class Texture:
     share_highest: float
     """Share of the voxels at the highest value."""
     empty_slices: float
-    """Share of the slices that contain a single value, along the axis with the most of them."""
+    """Share of constant slices, along the axis with the largest share."""
 
     def compare_axis(self, axis: int) -> float:
         """Return the roughness along an axis, relative to the geometric mean of the other axes'."""

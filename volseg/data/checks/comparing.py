@@ -43,13 +43,13 @@ THICKNESS_SHOWS = {"noise", "slices-unlike", "wrapped", "label-ragged"}
 """Kinds of findings that an unusual slice thickness explains."""
 
 ALWAYS, FEWEST_ALWAYS = 0.95, 20
-"""A label is expected in each case if this share of at least this many cases has it."""
+"""Smallest share of the cases with a label, and fewest cases, for which it is expected in all."""
 
 MIXED_SCALE = 100.0
 """Ratio of ranges of intensities above which a data set is mixed."""
 
 COMMON = 0.8
-"""Smallest share of the cases with one orientation for which this is the usual one."""
+"""Smallest share of the cases that makes their orientation the usual one."""
 
 APART = 0.05
 """Largest share of the cases whose range of intensities can be far from all others."""
@@ -237,7 +237,7 @@ def _compare_structures(channels: Channels, where: str, *, is_ct: bool) -> Itera
 
 
 def describe_data(facts: Sequence[ComparedCase], task: Task) -> dict[str, object]:
-    """Return common properties of the cases, for the JSON of a check."""
+    """Return summary statistics of the cases, for the JSON of a check."""
     images = [fact.image for fact in facts if fact.image is not None]
 
     def middle(rows: Iterable[Sequence[float]]) -> list[float]:

@@ -36,7 +36,7 @@ RANGE = (0.005, 0.5, 0.995)
 """Percentiles for the range of intensities and its middle, which single hot voxels must not change."""
 
 INCOMPARABLE = {"size", "not-finite", "constant", "image-is-label", "swapped"}
-"""Kinds of problems whose consequences would make a case an outlier."""
+"""Kinds of problems that would make a case an outlier."""
 
 UNLIKE_LABELS = {"label-reordered", "label-channels", "label-fractions", "label-undeclared"}
 """Kinds of problems that leave the shape of a label unknown."""
@@ -198,7 +198,7 @@ def _sample_structures(channel: Tensor, labels: Tensor, values: Iterable[int]) -
 
 
 def _choose_samples(count: int) -> slice:
-    """Return the voxels of ``count`` to sample: evenly, with a step that reaches every row and column."""
+    """Return the slice that samples ``count`` voxels: evenly, with a step that reaches every row and column."""
     step = max(1, count // SAMPLES)
     while gcd(step, count) > 1:
         step += 1

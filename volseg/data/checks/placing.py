@@ -24,7 +24,7 @@ FEWEST_CELLS = CELLS // 2
 """Fewest cells with values in both profiles of a comparison."""
 
 SHRINKAGE = 0.3
-"""Share of the mean variance that is added to each cell's, more for few cases; 0.1 to 1 do the same on Task04."""
+"""Share of the mean variance that is added to each cell's, more for few cases; on Task04 0.1 to 1 are equivalent."""
 
 TRIMMED = 0.1
 """Share of the cases that the covariance leaves out: those least similar to the median profile."""
@@ -50,7 +50,7 @@ BETTER_EXCHANGED, USUAL = 3.0, 2.5
 """Smallest decrease of the sum of two deviations by an exchange of labels, and the largest deviation after it."""
 
 TOLERANCES = (0.05, 0.5, 0.015)
-"""Added to the robust deviations: of the logarithms of distances, of places (coarse voxels), and of skews."""
+"""Amounts added to the robust deviations: of logarithms of distances, of places (coarse voxels), and of skews."""
 
 UNLIKE_IMAGES = {"noise", "wrapped", "empty-slices", "single-slice"}
 """Kinds of findings that explain why no label fits an image."""

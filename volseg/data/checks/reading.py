@@ -1,6 +1,6 @@
 """Read cases fully, and check them; a training prepares these volumes, so no file is decompressed twice.
 
-The faults of all cases are reported at once, in a sentence each.
+The faults of all cases are reported at once, each in one sentence.
 """
 
 from collections import defaultdict

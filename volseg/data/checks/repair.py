@@ -58,7 +58,7 @@ class RepairedTask:
 
     root: Path
     repaired: tuple[dict[str, str], ...]
-    """Of each repair ``case``, ``file`` (of the copy), ``kind`` and ``done``."""
+    """``case``, ``file`` (of the copy), ``kind`` and ``done`` of each repair."""
     left_out: tuple[str, ...]
     """Ids of bad cases that could not be repaired and were left out."""
     kept_bad: tuple[str, ...]
@@ -67,7 +67,7 @@ class RepairedTask:
     """File of the folds, if the data set defines folds."""
 
     def lines(self) -> list[str]:
-        """Return a report in lines."""
+        """Return the lines of a report."""
         cases = {row["case"] for row in self.repaired}
         told = [f"repaired  {row['case']}  {row['kind']}  {row['file']}: {row['done']}" for row in self.repaired]
         told += [f"left out  {name}" for name in self.left_out]

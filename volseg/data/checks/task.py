@@ -43,7 +43,7 @@ JSON_FORMAT = "volseg data check, 1"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCheck:
-    """Findings in a data set."""
+    """Findings and facts of a checked data set."""
 
     task: Task
     cases: tuple[Case, ...]

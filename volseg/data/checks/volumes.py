@@ -31,7 +31,7 @@ MOST_COUNTED = 1 << 15
 """Values of a label map up to this are counted in a table; larger values are sorted."""
 
 MOST_FRACTIONS = 5
-"""Most values that are not integers in a message."""
+"""Most values that a message lists."""
 
 ROUNDED_VALUE = 1e-3
 """Largest distance of a label's values from integers that counts as rounding."""

@@ -36,7 +36,7 @@ not.
 """
 
 COUNTS = ("numTraining", "numTest")
-"""Keys that are read by some layouts, and are similar to others."""
+"""Keys that only some layouts read, and that are similar to others."""
 
 NEAR = 0.8
 """Similarity (difflib's ratio) from which a key is a typing error: 'lables' has 0.83, 'numTest' for 'test' 0.73."""
@@ -117,7 +117,7 @@ def read_channel_names(declared: Mapping[str, Any], source: Path) -> tuple[str, 
 
 
 def read_modalities(declared: Any, source: Path, key: str = "modality") -> tuple[str, ...]:
-    """Return the channel names that ``source`` declares: {"0": "MRI"} in tasks, a list by some tools.
+    """Return the channel names that ``source`` declares: {"0": "MRI"} in tasks, or a list.
 
     Raises
     ------
@@ -230,7 +230,7 @@ def _as_value(value: Any, name: object, source: Path) -> int:
 
 
 def _read_ignore(declared: Any, named: Mapping[int, str], source: Path) -> int | None:
-    """Return the value to ignore: the value of that name, or the value of a separate key."""
+    """Return the value to ignore, from the label ``ignore`` or the key ``ignore``."""
     called = [value for value, name in named.items() if name == IGNORE]
     if declared is None:
         ignore = called[0] if called else None
@@ -246,7 +246,7 @@ def _read_ignore(declared: Any, named: Mapping[int, str], source: Path) -> int |
 
 
 def _read_own_regions(entries: Any, named: Mapping[int, str], source: Path) -> dict[str, tuple[int, ...]]:
-    """Return the regions of a separate key; their members may be names."""
+    """Return the regions of the key ``regions``; their members may be names."""
     if not isinstance(entries, dict) or not all(isinstance(name, str) and name.strip() for name in entries):
         raise DataError(f"{source}: 'regions' should map names to the labels that belong to each, got {entries!r}")
     by_name = {name: value for value, name in named.items()}
