@@ -568,7 +568,7 @@ def test_regions_in_another_order_get_new_heads(folder, tmp_path):
     ("regions", "remedy"),
     [
         ({"core": [2], "whole": [1, 2]}, "'whole', the last of these, is painted over them with 1"),
-        ({"one": [1, 3], "other": [2, 3]}, "or add one of 3 alone"),
+        ({"one": [1, 3], "other": [2, 3]}, "or add a region of only 3"),
     ],
 )
 def test_regions_that_would_be_painted_over_are_refused(folder, regions, remedy):

@@ -292,7 +292,7 @@ def _require_seen(painted: Mapping[str, tuple[int, ...]], source: Path) -> None:
             raise DataError(
                 f"{source}: voxels of {value} are in the regions {', '.join(inside)}, but {last!r}, the last of these, "
                 f"is painted over them with {painted[last][0]}, which is in {', '.join(seen)}: predictions could not "
-                f"show the difference. List regions from the largest to the smallest, or add one of only {value}"
+                f"show the difference. List regions from the largest to the smallest, or add a region of only {value}"
             )
 
 
