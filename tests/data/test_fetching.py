@@ -366,10 +366,7 @@ def test_a_task_is_fetched_whole(serve, tmp_path):
     [
         (b"no archive", r"is not a tar archive"),
         (make_archive(training=[]), r"lists no training cases"),
-        (
-            make_archive(training=[{"image": "imagesTr/b.nii", "label": "labelsTr/b.nii"}]),
-            r"lists 2 file\(s\) that do not exist",
-        ),
+        (make_archive(training=[{"image": "imagesTr/b.nii", "label": "labelsTr/b.nii"}]), r"2 file.* do not exist"),
     ],
     ids=["text", "no cases", "absent files"],
 )

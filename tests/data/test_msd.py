@@ -85,9 +85,7 @@ def test_tests_that_were_not_fetched_are_left_out(msd, caplog):
 def test_absent_files_are_counted_and_named(msd):
     root = msd()
     (root / "labelsTr/case_b.nii.gz").unlink()
-    with pytest.raises(
-        DataError, match=r"dataset\.json lists 1 file\(s\) that do not exist: labelsTr/case_b\.nii\.gz; fetch"
-    ):
+    with pytest.raises(DataError, match=r"json lists 1 file\(s\) that do not exist: labelsTr/case_b\.nii\.gz; fetch"):
         load_task(root)
     assert len(load_task(root, require_files=False).training) == 2
 
@@ -111,10 +109,7 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
         ({"labels": ...}, r"'labels' should map values to names .* or names to values, got None"),
         ({"labels": {"background": 0}}, r"declares the labels \{0: 'background'\}; needed: 0 .* one structure"),
         ({"labels": {"1": "a", "2": "b"}}, r"declares the labels \{1: 'a', 2: 'b'\}; needed: 0 for the background"),
-        (
-            {"labels": {"0": "b", "-1": "a"}},
-            r"the value of the label 'a' should be an integer from 0 to 16777215, got '-1'",
-        ),
+        ({"labels": {"0": "b", "-1": "a"}}, r"of the label 'a' should be an integer from 0 to 16777215, got '-1'"),
         ({"labels": {"0": "b", "1": "a", "01": "c"}}, r"gives the value 1 to 'a' and to 'c'"),
         ({"labels": {"0": "b", "1": "a", "2": "a"}}, r"gives the name 'a' to several labels"),
         ({"labels": {"0": "background", "1": None}}, r"'labels' should name 1, got None; reports use the names"),

@@ -90,6 +90,4 @@ def test_the_command_line_lists_verifies_and_clears(config_file, own_cache, task
         run("data", "cache", "clear", "--folder", str(config_file))
     with pytest.raises(ConfigError, match="nowhere does not exist; name the folder of a cache"):
         run("data", "cache", "list", "--folder", str(own_cache / "nowhere"))
-    assert (
-        run("data", "cache", "list", "--folder", "none")[1] == "no cases are stored: the cache is turned off (none)\n"
-    )
+    assert run("data", "cache", "list", "--folder", "none")[1] == "no cases are stored: the cache is off (none)\n"

@@ -148,11 +148,7 @@ def test_a_missing_channel_or_label_is_refused(raw, gone, message):
     ("name", "changes", "message"),
     [
         ("imagesTr/b_0002.nii.gz", {}, "not every case has one file for each of the channels 0000, 0001, 0002: a has"),
-        (
-            "imagesTs/t_0001.nii.gz",
-            {"channel_names": {"0": "CT"}, "channels": (0,)},
-            "does not end in one of the training channels 0000",
-        ),
+        ("imagesTs/t_0001.nii.gz", {"channel_names": {"0": "CT"}, "channels": (0,)}, "one of the .* channels 0000"),
         ("imagesTr/c.nii.gz", {}, r"1 file\(s\) have no partner: imagesTr/c"),
         ("labelsTr/c.nii.gz", {}, r"1 file\(s\) have no partner: labelsTr/c"),
     ],
@@ -168,10 +164,7 @@ def test_files_that_nobody_declared_are_refused(raw, name, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"cases": (), "channels": ()},
-            r"Dataset011_Test has a manifest without cases .*; needed: imagesTr and labelsTr, or pairs",
-        ),
+        ({"cases": (), "channels": ()}, r"011_Test has a manifest without cases .*; needed: imagesTr and labelsTr, or"),
         ({"channels": (0, 2)}, r"declares the channels .*, but the images have 0000, 0002"),
         ({"channels": (1, 2)}, r"declares the channels .*, but the images have 0001, 0002"),
         ({"labels": {"background": 0, "PZ": 1.5}}, r"the value of the label 'PZ' should be an integer .*, got 1\.5"),

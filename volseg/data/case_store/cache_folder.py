@@ -83,7 +83,7 @@ def list_entries(folder: Path) -> list[CacheEntry]:
 def describe_entries(folder: Path | None) -> str:
     """Return a line for each folder of images with stored cases, and a last line for all."""
     if folder is None:
-        return "no cases are stored: the cache is turned off (none)"
+        return "no cases are stored: the cache is off (none)"
     by_source: dict[str, list[CacheEntry]] = defaultdict(list)
     entries = list_entries(folder)
     for entry in entries:
