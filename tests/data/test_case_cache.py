@@ -178,7 +178,7 @@ def test_what_is_prepared_otherwise_has_another_name(task, folder, monkeypatch, 
     changed = replace(task, **{name: value for name, value in CHANGES[change].items() if name != "steps"})
     cache = CaseCache(folder, changed, build_preprocessing(steps))
     assert len({key, *(cache.key_of({**case, **more}) for more in ({}, {"labelled": (1,)}, {"labelled": (1, 2)}))}) == 4
-    with pytest.raises(ConfigError, match="cannot be stored by object"):
+    with pytest.raises(ConfigError, match="cannot identify cases by object"):
         cache.key_of({**case, "more": object()})
 
 
@@ -348,10 +348,10 @@ def test_bad_cases_are_told_afresh_and_good_ones_kept(task, folder, read):
     assert told[0] == told[1]
     assert told[0].startswith("2 case(s) cannot be used")
     assert f"{first['case']}: " in told[0]
-    assert "holds the same voxels as the validation case" in told[0]
+    assert "contains the same voxels as the validation case" in told[0]
 
 
-@pytest.mark.parametrize("reason", ["each process holds its own in memory", "a tenth of the disk is left free"])
+@pytest.mark.parametrize("reason", ["each process keeps its own in memory", "GiB at most, stays free"])
 def test_where_it_cannot_be_written_is_said_once_and_cases_stay_in_memory(task, folder, caplog, monkeypatch, reason):
     if reason.startswith("they"):
         folder.mkdir()
@@ -360,7 +360,7 @@ def test_where_it_cannot_be_written_is_said_once_and_cases_stay_in_memory(task, 
         monkeypatch.setattr(case_cache, "LEFT_FREE_SHARE", 1.0)
         monkeypatch.setattr(case_cache, "LEFT_FREE_BYTES", 2**62)
     assert_same(prepared_by(task, folder), prepared_by(task))
-    (said,) = [record.message for record in caplog.records if "not kept any more" in record.message]
+    (said,) = [record.message for record in caplog.records if "no longer stored" in record.message]
     assert reason in said
     assert not (folder / "cases").is_dir() or list_entries(folder) == []
 

@@ -70,15 +70,15 @@ def test_an_absent_and_a_truncated_file(case, task):
     assert absent.message == f"{bad['label']} does not exist; check the path"
 
 
-NAN = "holds 1 voxel(s) that are NaN or infinite"
+NAN = "contains 1 NaN or infinite voxel(s)"
 BAD = {
     "nan": ("image", changed(IMAGE, np.nan), f"{NAN}, the first at (c, i, j, k) = (0, 1, 2, 3)"),
-    "beyond float32": ("image", changed(IMAGE, 0).astype(np.float64) * 1e300, "that are NaN or infinite"),
+    "beyond float32": ("image", changed(IMAGE, 0).astype(np.float64) * 1e300, "NaN or infinite voxel(s)"),
     "constant": ("image", np.full_like(IMAGE, 7), "is constant: every voxel is 7; export the image again"),
     "channels": ("image", np.stack([IMAGE, IMAGE], -1), "has 2 channel(s) (a time series?), but the task declares 1"),
-    "undeclared": ("label", changed(LABEL, 5), "holds 5 in 1 voxel(s), but the task declares [0, 1, 2]; correct the"),
-    "fraction": ("label", changed(LABEL, 0.5), "holds values that are not integers (0.5); it was probably resampled"),
-    "label channels": ("label", np.stack([LABEL, LABEL], -1), "has 2 channels; a label map needs one, with a number"),
+    "undeclared": ("label", changed(LABEL, 5), "contains 5 in 1 voxel(s), but the task declares [0, 1, 2]; correct"),
+    "fraction": ("label", changed(LABEL, 0.5), "contains values that are not integers (0.5); it was probably"),
+    "label channels": ("label", np.stack([LABEL, LABEL], -1), "has 2 channels; a label map needs one channel"),
     "shape": ("label", LABEL[:, :-1], "has the shape (6, 6, 8), but its image has (6, 7, 8); resample it onto the"),
 }
 

@@ -297,7 +297,7 @@ def test_every_layout_has_labels_in_dicom(layout, kind, tmp_path):
 
 def test_labels_without_a_partner_or_declared_names_are_refused(tmp_path):
     write_cases(tmp_path / "data", "RTSTRUCT", manifest=None)
-    said = r'declare those to segment in dataset.json: {"labels": {"background": 0, "Liver": 1, "kidney_left": 2}}'
+    said = r'declare the labels to segment in dataset.json: {"labels": {"background": 0, "Liver": 1, "kidney_left": 2}}'
     with pytest.raises(DataError, match=said):
         load_task(tmp_path / "data")
     shutil.rmtree(tmp_path / "data/images/case2")

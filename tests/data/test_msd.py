@@ -79,13 +79,13 @@ def test_byte_order_mark(msd):
 def test_tests_that_were_not_fetched_are_left_out(msd, caplog):
     root = msd(test=["./imagesTs/case_c.nii.gz", "./imagesTs/case_d.nii.gz"])
     assert [case["case"] for case in load_task(root).test] == ["case_c"]
-    assert "1 of 2 declared test images are absent and left out" in caplog.text
+    assert "leaving out 1 of 2 declared test images: their files do not exist" in caplog.text
 
 
 def test_absent_files_are_counted_and_named(msd):
     root = msd()
     (root / "labelsTr/case_b.nii.gz").unlink()
-    with pytest.raises(DataError, match=r"dataset\.json declares 1 absent file\(s\): labelsTr/case_b\.nii\.gz; fetch"):
+    with pytest.raises(DataError, match=r"json lists 1 file\(s\) that do not exist: labelsTr/case_b\.nii\.gz; fetch"):
         load_task(root)
     assert len(load_task(root, require_files=False).training) == 2
 
@@ -97,7 +97,7 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"training": []}, r"declares no training cases; needed: 'training': \[\{'image'"),
+        ({"training": []}, r"lists no training cases; needed: .* 'training': \[\{'image'"),
         ({"training": None}, r"'training' should be a list of cases, got NoneType"),
         ({"training": ["imagesTr/a.nii.gz"]}, r"training\[0\] should name image and label, got 'imagesTr/a"),
         ({"training": [pair(), pair()]}, r"declares 1 case\(s\) more than once, first 'a'; keep each once"),
@@ -109,18 +109,18 @@ def pair(image="imagesTr/a.nii.gz", label="labelsTr/a.nii.gz"):
         ({"labels": ...}, r"'labels' should map values to names .* or names to values, got None"),
         ({"labels": {"background": 0}}, r"declares the labels \{0: 'background'\}; needed: 0 .* one structure"),
         ({"labels": {"1": "a", "2": "b"}}, r"declares the labels \{1: 'a', 2: 'b'\}; needed: 0 for the background"),
-        ({"labels": {"0": "b", "-1": "a"}}, r"the label 'a' should have an integer from 0 to 16777215 .*, got '-1'"),
+        ({"labels": {"0": "b", "-1": "a"}}, r"of the label 'a' should be an integer from 0 to 16777215, got '-1'"),
         ({"labels": {"0": "b", "1": "a", "01": "c"}}, r"gives the value 1 to 'a' and to 'c'"),
         ({"labels": {"0": "b", "1": "a", "2": "a"}}, r"gives the name 'a' to several labels"),
-        ({"labels": {"0": "background", "1": None}}, r"'labels' should give 1 a name, got None; reports go by names"),
-        ({"modality": {"0": ""}}, r"'modality' should give 0 a name, got ''"),
+        ({"labels": {"0": "background", "1": None}}, r"'labels' should name 1, got None; reports use the names"),
+        ({"modality": {"0": ""}}, r"'modality' should name channel 0, got ''"),
         ({"training": [pair(), pair("imagesTr/b.nii.gz")]}, r"1 file\(s\) more than once, first labelsTr/a\.nii\.gz"),
         ({"training": [pair(label="imagesTr/a.nii.gz")]}, r"1 file\(s\) more than once, first imagesTr/a\.nii\.gz"),
-        ({"training": [pair("imagesTr/" + "a" * 5000 + ".nii")]}, r"of 5013 characters, which is not a valid name"),
-        ({"training": [pair("imagesTr/\0.nii")]}, r"which is not a valid name"),
+        ({"training": [pair("imagesTr/" + "a" * 5000 + ".nii")]}, r"\(5013 characters\), which is not a valid path"),
+        ({"training": [pair("imagesTr/\0.nii")]}, r"which is not a valid path"),
         ({"training": [pair("imagesTr/\ud800.nii")]}, r"which is not valid UTF-8"),
         ({"modality": ...}, r"'modality' should map the numbers 0, 1, 2 \.\.\. to names, got None"),
-        ({"channel_names": {"0": "T1"}}, r"'channel_names' and 'modality' name other channels; keep one of them"),
+        ({"channel_names": {"0": "T1"}}, r"'channel_names' and 'modality' name different channels; keep one of them"),
     ],
 )
 def test_what_would_cost_a_training_is_refused(msd, changes, message):
@@ -130,21 +130,21 @@ def test_what_would_cost_a_training_is_refused(msd, changes, message):
 
 def test_folder_that_is_no_task(tmp_path):
     (tmp_path / "imagesTr").mkdir()
-    with pytest.raises(DataError, match=r"is not a data set: there is no dataset\.json in it, .* beside imagesTr and"):
+    with pytest.raises(DataError, match=r"is not a data set: neither it nor .* dataset\.json next to imagesTr and"):
         load_task(tmp_path)
-    with pytest.raises(DataError, match="Task99 does not exist; name the TaskNN_Name folder"):
+    with pytest.raises(DataError, match="Task99 does not exist; name the folder of a data set"):
         load_task(tmp_path / "Task99")
 
 
 def test_folder_with_several_tasks(msd, tmp_path):
     msd("Task11_Test")
     msd("Task12_Test")
-    with pytest.raises(DataError, match="holds 2 tasks: Task11_Test, Task12_Test; name one of them"):
+    with pytest.raises(DataError, match="contains 2 data sets: Task11_Test, Task12_Test; name one"):
         load_task(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{,}", "cannot be read as JSON: .*line 1"), ("[]", "should hold a JSON object, got list")]
+    ("text", "message"), [("{,}", "cannot be read as JSON: .*line 1"), ("[]", "should contain a JSON object, got list")]
 )
 def test_manifest_that_is_no_json_object(tmp_path, text, message):
     (tmp_path / "dataset.json").write_text(text, encoding="utf-8")

@@ -225,7 +225,7 @@ def test_the_json_tells_everything(clean, tmp_path):
     [nan, empty] = told["findings"]
     assert (nan["case"], nan["kind"], nan["severity"]) == (names[0], "not-finite", "bad")
     assert nan["file"] == str(root / "imagesTr" / f"{names[0]}.nii.gz")
-    assert empty["message"] == "the label holds background only"
+    assert empty["message"] == "the label contains only background"
     assert told["data"]["median_spacing_mm"] == [1, 1, 1]
     assert told["data"]["labels"]["1"]["cases"] == 39
 

@@ -163,7 +163,7 @@ def test_without_a_cache_every_reader_keeps_its_own_and_who_reads_nothing_is_tol
     assert sorted(name for _, _, validation, *_ in told for name in validation) == ids[NUM_TRAINING:]
     assert [read for read, *_ in told[1:]] == [NUM_TRAINING + 1] * 3
     assert [len(said) for *_, said in told] == [0, 1, 0, 0]
-    assert "each of 3 processes prepares and holds all training cases" in told[1][-1][0]
+    assert "each of 3 processes prepares and keeps all training cases" in told[1][-1][0]
 
 
 def ended(root, options):

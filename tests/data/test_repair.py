@@ -153,7 +153,7 @@ def test_the_target_is_empty_and_apart_from_the_data(root, tmp_path):
     for target in (root, root / "inside", root.parent, tmp_path / "full"):
         (tmp_path / "full").mkdir(exist_ok=True)
         (tmp_path / "full" / "file").touch()
-        with pytest.raises(DataError, match=r"lies in|not empty"):
+        with pytest.raises(DataError, match=r"is inside .* or contains it|is not an empty folder"):
             repair_task(check, target)
     (tmp_path / "empty").mkdir()
     assert repair_task(check, tmp_path / "empty").root == tmp_path / "empty"
@@ -172,7 +172,7 @@ def test_what_fails_on_the_way_leaves_nothing(root, tmp_path, monkeypatch):
     monkeypatch.undo()
     for name in names_of(root):
         FAULTS["NaN"][1](Planter(root, name))
-    with pytest.raises(DataError, match="no case of Task90_Clean is left to train on"):
+    with pytest.raises(DataError, match="no training case of Task90_Clean is left"):
         repair_task(check_task(load_task(root)), tmp_path / "copy")
     assert sorted(tmp_path.iterdir()) == before
 

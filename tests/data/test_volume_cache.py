@@ -81,7 +81,7 @@ def test_the_smallest_cases_lie_on_the_device_without_padding(budget_bytes, resi
     there = sum(size for size, lies in zip(SIZES_BYTES, resident, strict=True) if lies)
     assert sum(stored.nbytes for stored in bank.stored) == there
     if any(resident):
-        assert f"{sum(resident)} of 3 training cases lie on cpu" in caplog.text
+        assert f"{sum(resident)} of 3 training cases are on cpu" in caplog.text
 
 
 @pytest.mark.parametrize("keep", ["device", "memory"])
@@ -119,9 +119,9 @@ def test_faulty_cases_are_named():
         VolumeCache([])
     with pytest.raises(DataError, match=r"case bad: .* on one grid, got \(2, 5, 9, 4\) and \(1, 5, 9, 3\)"):
         VolumeCache([good, {**good, "case": "bad", "label": good["label"][..., :3]}])
-    with pytest.raises(DataError, match="case bad: has 1 channels, the first case has 2"):
+    with pytest.raises(DataError, match="case bad has 1 channels, but the first case has 2"):
         VolumeCache([good, {**good, "case": "bad", "image": good["image"][:1]}])
-    with pytest.raises(DataError, match=r"case bad: labels must lie in 0..255, got 0..900"):
+    with pytest.raises(DataError, match=r"case bad: labels must be in 0..255, got 0..900"):
         VolumeCache([good, {**good, "case": "bad", "label": good["label"] * 300}])
     with pytest.raises(DataError, match="case bad: labels must be whole numbers"):
         VolumeCache([good, {**good, "case": "bad", "label": good["label"] / 2}])

@@ -38,7 +38,7 @@ def test_weights_and_scores_are_the_same_cold_warm_and_without(configured, tmp_p
         files = [(of.folder.path / "cases.json").read_text(encoding="utf-8") for of in (outcome, outcomes[0])]
         assert files[0] == files[1]
     assert f"cache {own_cache}: 6 prepared case(s) found, 0 added" in caplog.text
-    told = re.findall(r"(\d) of (\d) training cases lie on cpu", caplog.text)
+    told = re.findall(r"(\d) of (\d) training cases are on cpu", caplog.text)
     assert [there < of for there, of in told] == [False, True]
 
 
@@ -56,7 +56,7 @@ def test_folds_and_resumes_prepare_nothing_again_unless_the_cache_is_elsewhere(c
 
 def test_a_folder_that_cannot_be_made_is_an_error_where_it_was_asked_for(configured, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"name another folder by data\.cache"):
+    with pytest.raises(ConfigError, match=r"set data\.cache or VOLSEG_CACHE to another folder"):
         train(configured(f"data.cache={tmp_path / 'file' / 'cache'}"))
     monkeypatch.setenv("VOLSEG_CACHE", str(tmp_path / "file" / "cache"))
     train(configured("training.epochs=1"))
@@ -90,4 +90,4 @@ def test_the_command_line_lists_verifies_and_clears(config_file, own_cache, task
         run("data", "cache", "clear", "--folder", str(config_file))
     with pytest.raises(ConfigError, match="nowhere does not exist; name the folder of a cache"):
         run("data", "cache", "list", "--folder", str(own_cache / "nowhere"))
-    assert run("data", "cache", "list", "--folder", "none")[1] == "no cases are kept: the cache is none\n"
+    assert run("data", "cache", "list", "--folder", "none")[1] == "no cases are stored: the cache is off (none)\n"

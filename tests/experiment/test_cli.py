@@ -72,14 +72,14 @@ def test_data_check_counts_remarks_when_strict_and_writes_json_and_a_corrected_c
     found = CliRunner().invoke(app, command, catch_exceptions=False)
     assert found.exit_code == 0
     assert json.loads(told.read_text(encoding="utf-8"))["findings"][0]["kind"] == "orientation"
-    assert f"{repaired} holds the corrected copy: 0 case(s) repaired, 0 left out" in found.output
+    assert f"{repaired} is the corrected copy: 0 case(s) repaired, 0 left out" in found.output
     assert CliRunner().invoke(app, ["data", "check", str(repaired), "--strict"]).exit_code == 1
     written = CliRunner().invoke(app, command).exception
     assert isinstance(written, ConfigError)
     assert "check.json exists; choose" in str(written)
     refused = CliRunner().invoke(app, [*command, "--overwrite"]).exception
     assert isinstance(refused, DataError)
-    assert "is there and not empty" in str(refused)
+    assert "exists and is not an empty folder" in str(refused)
     printed = CliRunner().invoke(app, ["data", "check", str(task), "--json"])
     assert json.loads(printed.stdout) == json.loads(told.read_text(encoding="utf-8"))
 
@@ -167,7 +167,7 @@ def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, ca
         (["validate", "CONFIG"], "CONFIG is neither a run folder nor a cross-validation"),
         (["evaluate", "--predictions", "nowhere", "--labels", "TASK/labelsTr"], "nowhere does not exist; name a"),
         (["configure", "TASK", "-o", "new.yaml", "--preset", "unett"], "no preset is called 'unett'; did you mean"),
-        (["configure", "TASK", "-o", "new.yaml", "--gpu-memory", "many"], "is a size such as 16GiB, got 'many'"),
+        (["configure", "TASK", "-o", "new.yaml", "--gpu-memory", "many"], "must be a size such as 16GiB, got 'many'"),
         (["data", "fetch", "Task99"], "no public task is called 'Task99'; known: Task01_BrainTumour"),
         (["data", "check", "nowhere"], "nowhere does not exist; name the TaskNN_Name folder"),
         (["compare", "TASK"], "TASK has no summary.json .*; name a run"),

@@ -129,7 +129,7 @@ def test_channels_in_separate_files_train_and_predict(config_file, task, tmp_pat
     (root / "imagesTs/new_0001.nii.gz").unlink()
     fault = CliRunner().invoke(app, command).exception
     assert isinstance(fault, DataError)
-    assert "new has 1 file(s), new_0000.nii.gz; needed: one for each of the 2 channels" in str(fault)
+    assert "new has 1 file(s): new_0000.nii.gz; needed: one for each of the 2 channels" in str(fault)
 
 
 GROWTH = ("patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "training.iterations=20", "training.validate_every=null")

@@ -162,7 +162,7 @@ def test_the_largest_patch_fits_and_the_next_does_not(vnet):
     [
         ({"instance": "p3.8xlrage"}, r"'p3.8xlrage' \(did you mean 'p3.8xlarge'"),
         ({"kind": "v100-61"}, "did you mean 'v100-16'"),
-        ({"gpu_memory": "sixteen"}, "the memory of a GPU is a size such as 16GiB, got 'sixteen'"),
+        ({"gpu_memory": "sixteen"}, "the memory of a GPU must be a size such as 16GiB, got 'sixteen'"),
         ({"instance": "p3.2xlarge", "num_gpus": 2}, r"--gpus 2 asks for more than the 1 GPU\(s\) of p3.2xlarge"),
         ({"instance": "p3.2xlarge", "here": True}, "got more than one of these"),
     ],

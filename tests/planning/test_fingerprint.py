@@ -118,7 +118,7 @@ def test_threads_change_nothing(task):
 def test_bad_cases_are_told_at_once_or_left_out(task):
     for case in task.training[:2]:
         case["image"].write_bytes(case["image"].read_bytes()[:1000])
-    with pytest.raises(DataError, match=r"(?s)^2 case\(s\) cannot be used.*_001: .*_002: .* by --skip-bad$"):
+    with pytest.raises(DataError, match=r"(?s)^2 case\(s\) cannot be used.*_001: .*_002: .* with --skip-bad$"):
         take_fingerprint(task)
     taken = take_fingerprint(task, skip_bad=True)
     assert [case.case for case in taken.fingerprint.cases] == [case["case"] for case in task.training[2:]]
@@ -131,7 +131,7 @@ def test_bad_cases_are_told_at_once_or_left_out(task):
 def test_no_sound_case_is_an_error(task):
     for case in task.training:
         case["image"].write_bytes(b"")
-    with pytest.raises(DataError, match="no case of Task00_Synthetic with a label can be used"):
+    with pytest.raises(DataError, match="no labelled case of Task00_Synthetic can be used"):
         take_fingerprint(task, skip_bad=True)
 
 
@@ -192,7 +192,7 @@ def test_it_is_kept_until_something_changes(task, change, kept):
 def test_where_nothing_can_be_written_it_is_said(task, tmp_path, caplog):
     (tmp_path / "cache").write_text("", encoding="utf-8")
     assert keep_fingerprint(take_fingerprint(task), task) is None
-    assert "the fingerprint of Task00_Synthetic cannot be kept" in caplog.text
+    assert "the fingerprint of Task00_Synthetic cannot be stored" in caplog.text
 
 
 def test_without_a_cache_none_is_kept(task, monkeypatch):

@@ -169,10 +169,10 @@ def test_the_longest_case_counts_along_each_axis():
 
 
 def test_what_no_gpus_hold_is_refused():
-    with pytest.raises(ConfigError, match=r"take \d+ GPUs of 0.01 GiB, and can be cut into 64 slabs"):
+    with pytest.raises(ConfigError, match=r"need \d+ GPUs of 0.01 GiB, but can be cut into only 64 slabs"):
         plan(LARGE, "whole", 0.01)
     for preset in ("unet", "resenc", "vnet"):
-        with pytest.raises(ConfigError, match=r"no patch fits: .* name a GPU with more of it"):
+        with pytest.raises(ConfigError, match=r"no patch fits: .* plan for a GPU with more memory"):
             plan(LARGE, preset, 1e-4)
 
 
@@ -200,7 +200,7 @@ def test_small_cases_get_a_network_too(shape, spacing, preset):
         ({"preset": "unett"}, "no preset is called 'unett'; did you mean 'unet'"),
         ({"gpu_memory": 0.0}, "must be positive, got 0.0 GiB"),
         ({"gpu_memory": math.nan}, "must be positive, got nan GiB"),
-        ({"fingerprint": make_fingerprint(count=0)}, "Task11_Test has no case with a label that can be used"),
+        ({"fingerprint": make_fingerprint(count=0)}, "Task11_Test has no usable case with a label"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(changes, message):
@@ -210,7 +210,7 @@ def test_what_cannot_be_planned_is_refused(changes, message):
 
 @pytest.mark.parametrize("text", ["16 GiBs", "", "-3", "0", "nan", "1e3"])
 def test_memory_is_a_size(text):
-    with pytest.raises(ConfigError, match=re.escape(f"is a size such as 16GiB, got {text!r}")):
+    with pytest.raises(ConfigError, match=re.escape(f"must be a size such as 16GiB, got {text!r}")):
         parse_memory(text)
 
 
@@ -224,7 +224,7 @@ def test_a_few_cases_are_split_as_far_as_they_go(tmp_path):
     splits = {count: plan(make_fingerprint(count=count)).values()["split"] for count in (1, 3, 5)}
     assert splits == {1: {"validation": "none"}, 3: {"num_folds": 3, "fold": 0}, 5: {"fold": 0}}
     written = write_config(plan(make_fingerprint(count=9), given_folds=4), tmp_path / "plan.yaml")
-    assert "# of the 4 that stand with the data\n  fold: 0\n" in written.read_text(encoding="utf-8")
+    assert "# of the 4 folds of the data set\n  fold: 0\n" in written.read_text(encoding="utf-8")
 
 
 # A V-Net's plan follows the spacing: MONAI's network where voxels are nearly cubes, a flatter one elsewhere.

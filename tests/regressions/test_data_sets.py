@@ -113,7 +113,7 @@ def test_values_next_to_integers_are_printed_in_full(root):
     Planter(root, "case_00").change("label", lambda voxels: voxels * np.float32(1.0000001))
     message = problem_of(root).message
     assert "(1.0000001, 2.0000002)" in message
-    assert "volseg data check --fix" in message
+    assert "volseg data check DATA_SET --fix DIR" in message
     assert "resampled" not in message
 
 
@@ -182,7 +182,7 @@ def test_a_loss_that_is_no_number_is_first_a_matter_of_the_images():
 def test_a_preprocessed_image_that_is_not_finite_is_refused_before_the_training():
     image, label = torch.zeros(1, 4, 4, 4), torch.zeros(1, 4, 4, 4, dtype=torch.uint8)
     image[0, 1, 2, 3] = float("nan")
-    with pytest.raises(DataError, match="case hot: its preprocessed image holds NaN or infinite values"):
+    with pytest.raises(DataError, match="case hot: its preprocessed image contains NaN or infinite values"):
         VolumeCache([{"case": "hot", "image": image, "label": label}])
 
 
@@ -456,7 +456,7 @@ def test_the_same_image_in_training_and_validation_is_refused_or_left_out_of_tra
         content = gzip.decompress((root / folder / "case_00.nii.gz").read_bytes())
         (root / folder / "case_04.nii.gz").write_bytes(gzip.compress(content, 1))
     task, preprocessing = load_task(root), build_preprocessing([{"name": "Orientation"}, {"name": "ZScore"}])
-    with pytest.raises(DataError, match=r"case_00: .* holds the same voxels as the validation case case_04"):
+    with pytest.raises(DataError, match=r"case_00: .* contains the same voxels as the validation case case_04"):
         prepare_together(task.training[:4], task.training[4:], task, preprocessing)
     prepared = prepare_together(task.training[:4], task.training[4:], task, preprocessing, skip_bad=True)
     assert [case["case"] for case in prepared.training] == ["case_01", "case_02", "case_03"]
@@ -568,7 +568,7 @@ def test_regions_in_another_order_get_new_heads(folder, tmp_path):
     ("regions", "remedy"),
     [
         ({"core": [2], "whole": [1, 2]}, "'whole', the last of these, is painted over them with 1"),
-        ({"one": [1, 3], "other": [2, 3]}, "or add one of 3 alone"),
+        ({"one": [1, 3], "other": [2, 3]}, "or add a region of only 3"),
     ],
 )
 def test_regions_that_would_be_painted_over_are_refused(folder, regions, remedy):

@@ -1,13 +1,13 @@
-"""Read a data set once and measure its sizes, spacings, intensities and structures: the facts of a plan.
+"""Read a data set once and measure its sizes, spacings, intensities and structures, to plan a training.
 
 The fingerprint is nnU-Net's, plus the voxels of each label. Two things differ. Axes are turned to RAS first, so that a
-median along an axis is of one direction in the patient; nnU-Net takes axes as files store them. Voxels without
-annotation count for no structure.
+median along an axis refers to one direction in the patient; nnU-Net uses the axes of the files. Voxels without
+annotation do not belong to any structure.
 
 Axes are those of a case turned to RAS: D to the right, H to the front, W to the head.
 
-The fingerprint is kept as JSON in the user's cache folder. It is taken again after a file changes: its size, its
-modification time, or the inode's time of change (``ctime``), which nothing can reset.
+The fingerprint is stored as JSON in the user's cache folder. It is computed again after a change of a file's size, its
+modification time, or the inode's change time (``ctime``), which nothing can reset.
 """
 
 import json
@@ -49,8 +49,8 @@ SHARE_OF_FINE = 0.25
 the rule for the target spacing uses, and less than half, which the median uses."""
 
 MOSTLY_ZERO, HARDLY_ZERO = 0.74, 1.0
-"""Share of the voxels in the box of those that are not 0, if the files' size is unknown. nnU-Net's plans say on which
-side of 0.75 it is."""
+"""Assumed share of the voxels in the box of nonzero voxels, if the size of the files is unknown. nnU-Net's plans show
+only whether it is below 0.75."""
 
 SAMPLES, SAMPLES_PER_CASE = 10_000_000, 200_000
 """Foreground voxels to draw: in all cases together, and at most in each case. nnU-Net draws ten times as many, which
@@ -95,9 +95,9 @@ class Intensities:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """Known facts of a data set.
+    """Facts of a data set, from which a training is planned.
 
-    `volseg.planning.take_fingerprint` makes it; published numbers can also be written down by hand.
+    `volseg.planning.take_fingerprint` computes it; published numbers can also be entered by hand.
     """
 
     task: str
@@ -139,7 +139,7 @@ class Taken:
 def take_fingerprint(
     task: Task, *, skip_bad: bool = False, workers: int | None = None, progress: Callable[[], object] | None = None
 ) -> Taken:
-    """Read and check every case with a label, and describe them.
+    """Read and check every case with a label, and return the fingerprint of all.
 
     The same files give the same fingerprint for any number of threads.
 
@@ -180,9 +180,9 @@ def take_fingerprint(
         if progress is not None:
             progress()
     if not skip_bad:
-        require_sound(problems, "fix them, or leave them out of the plan and the training by --skip-bad")
+        require_sound(problems, "fix them, or leave them out of the plan and the training with --skip-bad")
     if not facts:
-        raise DataError(f"no case of {task.name} with a label can be used; volseg data check says what is wrong")
+        raise DataError(f"no labelled case of {task.name} can be used; `volseg data check` reports the faults")
     fingerprint = Fingerprint(
         task=task.name,
         channels=task.modalities,
@@ -293,7 +293,7 @@ def load_fingerprint(task: Task, *, skip_bad: bool = False) -> Taken | None:
 
 
 def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Path | None:
-    """Write a fingerprint where `load_fingerprint` finds it; return None without a cache folder that can be written."""
+    """Store a fingerprint for `load_fingerprint`; return its path, or None if no cache folder can be written."""
     place = fingerprint_path(task)
     if place is None:
         return None
@@ -308,7 +308,7 @@ def keep_fingerprint(taken: Taken, task: Task, *, skip_bad: bool = False) -> Pat
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         return place
     except OSError as fault:
-        logger.warning("the fingerprint of %s cannot be kept (%s); the next plan reads all cases", task.name, fault)
+        logger.warning("the fingerprint of %s cannot be stored (%s); the next plan reads all cases", task.name, fault)
     return None
 
 

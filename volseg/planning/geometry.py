@@ -1,6 +1,6 @@
-"""Plan the spacing, the patch, the batch and the network's shape of a task: pure.
+"""Plan the spacing, the patch, the batch and the network's shape of a task, without side effects.
 
-nnU-Net reads axes in the order of its reader (slices first, as in ``(z, y, x)``) and puts the coarsest axis in front.
+nnU-Net orders axes as its reader does (slices first, as in ``(z, y, x)``) and puts the coarsest axis in front.
 Its rules break ties by that order, so they are applied in that order here. The results are along D, H, W again.
 """
 
@@ -62,7 +62,7 @@ class Geometry:
     median_shape: Lengths
     """Median of the cases' shapes at that spacing (voxels)."""
     largest_shape: Sides
-    """Largest side of the cases, along each axis by itself."""
+    """Largest side of the cases along each single axis."""
     voxels: float
     """Voxels of the whole data set, if each case were as large as the median."""
     coarse: int
@@ -70,7 +70,7 @@ class Geometry:
     patch: Sides
     batch: int
     topology: Topology | None = None
-    """None for a network taken from a trained one."""
+    """None for the network of a trained model."""
     features: int = 0
     """Features of one patch; see `volseg.planning.patch`."""
     reference: float = 0.0
@@ -105,7 +105,7 @@ def plan_geometry(
     Raises
     ------
     ConfigError
-        If nothing fits the memory.
+        If no patch or volume fits the memory.
     """
     spacings = [case.spacing[::-1] for case in fingerprint.cases]
     shapes = [case.shape[::-1] for case in fingerprint.cases]
@@ -199,8 +199,8 @@ def _count_gpus(features: int, reference: float, volume: Sequence[int], gpu_memo
     most = max(volume) // THINNEST_SLAB
     if needed > max(most, 1):
         raise ConfigError(
-            f"whole volumes of {'x'.join(map(str, volume))} voxels take {needed} GPUs of {gpu_memory:g} GiB, and can "
-            f"be cut into {most} slabs; name GPUs with more memory, or choose another preset"
+            f"whole volumes of {'x'.join(map(str, volume))} voxels need {needed} GPUs of {gpu_memory:g} GiB, but can "
+            f"be cut into only {most} slabs; plan for GPUs with more memory (--gpu-memory), or choose another preset"
         )
     return needed
 
@@ -237,8 +237,8 @@ def plan_spacing(spacings: Sequence[Sequence[float]], shapes: Sequence[Sequence[
     # Slightly coarser than the other axes, so that the axis stays the coarsest.
     target[worst] = tenth if tenth >= finer else finer + 1e-5
     return target, (
-        f"median of the cases, but for the thick slices ({np.percentile(mm[:, worst], 50):.4g} mm, more than 3 times "
-        "the others, and less than a third of their voxels): tenth percentile"
+        f"median of the cases, except for thick slices ({np.percentile(mm[:, worst], 50):.4g} mm, more than 3 times "
+        "the others, and less than a third of their voxels), which get the tenth percentile"
     )
 
 
@@ -264,7 +264,7 @@ PRESETS_OF = {"VNet": "vnet", "ResEncUNet": "resenc"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Like:
-    """Values that a plan takes from a trained network."""
+    """Values of a trained network that a plan uses."""
 
     source: str
     """Path of the initial weights."""
@@ -286,7 +286,7 @@ class Like:
 def plan_geometry_like(fingerprint: Fingerprint, like: Like) -> Geometry:
     """Return the sizes of a data set at the spacing of a trained network, in the order of its axes.
 
-    Intensities are not taken over: they follow from the data set, and its channels may be of another kind.
+    The intensities are those of the data set, since its channels may be of another kind.
     """
     axes = ["RAS".index(letter) for letter in like.axcodes.translate(SAME_AXIS)]
     shapes = [

@@ -1,6 +1,6 @@
-"""Compute the patch and the batch that fit a GPU: nnU-Net's rules, pure.
+"""Compute the patch and the batch that fit a GPU, by nnU-Net's rules and without side effects.
 
-Axes come in any order, the same in all arguments. Of axes that are equally long, the last is shortened first.
+Axes may have any order, the same in all arguments. Of axes that are equally long, the last is shortened first.
 
 The memory of a training is measured by the elements of the outputs of the network's convolutions, as nnU-Net counts
 them. nnU-Net compares that count with one that is known to fit: 560 million for its U-Net, at a batch of two, in 8 GB.
@@ -19,7 +19,7 @@ LARGEST_PATCHES = {2: 2048**2, 3: 256**3}
 """Voxels of the first patch, by the number of axes with more than one voxel."""
 
 SMALLEST_SIDES = (16, 24)
-"""Shortest side of the halved axes: if there are several, and if there is one."""
+"""Shortest sides of the halved axes: if more than one axis is halved, and if only one is."""
 
 Sides = tuple[int, int, int]
 Count = Callable[[Sequence[int], Topology], int]
@@ -34,11 +34,11 @@ def plan_patch(
     *,
     shape: Shape = plan_topology,
 ) -> tuple[Sides, Topology, int]:
-    """Return the largest patch whose network fits, in the proportions of the median case, its network, and its count.
+    """Return the largest patch that fits, in the proportions of the median case, its network, and its feature count.
 
     The first patch is a cube (in mm) of 256 ** 3 voxels at this spacing, or a square of 2048 ** 2 if the median case
     has one voxel along an axis. No side is longer than the median case's. The axis that is longest relative to the
-    median case is shortened until the count is within ``reference``. If that axis can be no shorter, the next longest
+    median case is shortened until the count is within ``reference``. If that axis cannot be shorter, the next longest
     is shortened. Every side is a multiple of the product of the network's strides along it.
 
     Parameters
@@ -65,8 +65,8 @@ def plan_patch(
         found = next(filter(None, (_shorten(patch, axis, topology, spacing, shape) for axis in order)), None)
         if found is None:
             raise ConfigError(
-                f"no patch fits: {patch} takes {features / 1e6:.0f} million features and {reference / 1e6:.0f} fit the "
-                "memory; name a GPU with more of it"
+                f"no patch fits: {patch} needs {features / 1e6:.0f} million features, but the memory is enough for "
+                f"{reference / 1e6:.0f} million; plan for a GPU with more memory (--gpu-memory)"
             )
         patch, topology = found
     return patch, topology, features
@@ -87,7 +87,7 @@ def _shorten(
 
 
 def smallest_patch(sides: Sequence[float], spacing: Sequence[float]) -> tuple[Sides, Topology]:
-    """Return the smallest sides not below ``sides`` that a U-Net takes, and that U-Net."""
+    """Return the smallest sides not below ``sides`` that fit a U-Net, and that U-Net."""
     return _fit(_least_sides(sides, spacing, plan_topology), spacing, plan_topology)
 
 
@@ -111,7 +111,7 @@ def _largest_sides(spacing: Sequence[float], median_shape: Sequence[float]) -> l
 
 
 def _least_sides(sides: Sequence[float], spacing: Sequence[float], shape: Shape) -> list[float]:
-    """Return the smallest sides that have a U-Net; a smaller case is in the middle of a patch, padded with 0."""
+    """Return the smallest sides that have a U-Net; a smaller case is centred in a patch and padded with 0."""
     held = list(sides)
     for least in SMALLEST_SIDES:
         try:
@@ -136,7 +136,7 @@ UNET_REFERENCE = (8.0, 560e6)
 """GPU memory (GiB), and the elements of nnU-Net's plain U-Net that fit."""
 
 RESIDUAL_REFERENCES = ((8.0, 680e6), (24.0, 2100e6), (40.0, 3600e6))
-"""The same numbers of nnU-Net's residual encoders M, L and XL."""
+"""The same numbers for nnU-Net's residual encoders M, L and XL."""
 
 VNET_DOWN, VNET_UP = (1, 1, 2, 3, 2), (1, 1, 2, 2)
 """Convolutions of each level on the way down and up, without those that change the grid."""
@@ -145,8 +145,8 @@ VNET_DOWN, VNET_UP = (1, 1, 2, 3, 2), (1, 1, 2, 2)
 def reference_features(preset: str, gpu_memory: float, *, is_2d: bool = False) -> float:
     """Return the count that fits ``gpu_memory`` GiB with a batch of two.
 
-    The count is in proportion to the memory, from nnU-Net's largest budget of at most that memory. nnU-Net has separate
-    budgets for single slices.
+    The count is nnU-Net's largest budget for at most that memory, scaled in proportion to the memory. nnU-Net has
+    separate budgets for single slices.
 
     >>> reference_features("unet", 16.0) / 1e6, reference_features("resenc", 24.0) / 1e6
     (1120.0, 2100.0)

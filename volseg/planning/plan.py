@@ -20,7 +20,7 @@ from volseg.planning.settings import Setting, list_settings
 from volseg.version import __version__
 
 CASCADE = "cascade"
-"""The preset that makes two configs."""
+"""The preset that writes two configs."""
 
 DEFAULT_MEMORY = 8.0
 """GiB of GPU memory to plan for by default: nnU-Net's number, so that plans can be compared."""
@@ -39,7 +39,7 @@ class Plan:
     patients: GroupProposal | None = None
     """Groups of the cases by patient; None if each case counts as a patient."""
     like: Like | None = None
-    """The trained network from which grid, patch and network are taken."""
+    """The trained network that determines grid, patch and network."""
     first_stage: "Plan | None" = None
     """For a cascade, the plan of the low-resolution network."""
 
@@ -71,14 +71,14 @@ def plan(
     patients: GroupProposal | None = None,
     like: Like | None = None,
 ) -> Plan:
-    """Plan the training of a task: every value of its config, by nnU-Net's rules where it has one.
+    """Plan the training of a task: every value of its config, by nnU-Net's rules where these exist.
 
     Parameters
     ----------
     fingerprint : Fingerprint
         Fingerprint of the cases; see `take_fingerprint`.
     preset : str
-        Network and pieces: ``unet``, ``resenc``, ``vnet`` or ``whole``; or ``cascade``, two plain U-Nets.
+        Network and patches: ``unet``, ``resenc``, ``vnet`` or ``whole``; or ``cascade``, two plain U-Nets.
     gpu_memory : float
         Memory of one GPU (GiB).
     root : path, optional
@@ -88,7 +88,7 @@ def plan(
     skip_bad : bool
         Train without the bad cases, which the fingerprint leaves out.
     given_folds : int
-        Number of folds that the data set defines (`Task.splits`): the plan takes the first. With 0, it makes five.
+        Number of folds that the data set defines (`Task.splits`): the plan uses the first. With 0, folds are computed.
     patients : GroupProposal, optional
         Groups of the cases by patient (`propose_groups`), if they are evident.
     like : Like, optional
@@ -97,17 +97,15 @@ def plan(
     Raises
     ------
     ConfigError
-        For ``like`` with a preset, an unknown preset, no case, or too little memory.
+        If ``like`` is combined with a preset, the preset is unknown, there is no case, or the memory is too small.
     """
     if like is not None and preset != "unet":
-        raise ConfigError(f"the network is that of {like.source}, not of the preset {preset}; leave one of them out")
+        raise ConfigError(f"{like.source} and the preset {preset} both determine the network; leave one of them out")
     preset = preset if like is None else like.preset
     if preset not in (*PRESETS, CASCADE):
         raise ConfigError(f"no preset is called {preset!r}; {did_you_mean(preset, [*PRESETS, CASCADE])}")
     if not fingerprint.cases:
-        raise ConfigError(
-            f"{fingerprint.task} has no case with a label that can be used: nothing can be planned for it"
-        )
+        raise ConfigError(f"{fingerprint.task} has no usable case with a label, so no training can be planned")
     if not gpu_memory > 0:
         raise ConfigError(f"the memory of a GPU must be positive, got {gpu_memory} GiB")
     name = choose_name(fingerprint.task, preset) if name is None else name
@@ -172,20 +170,20 @@ def parse_memory(text: str) -> float:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)?\s*", text, re.IGNORECASE)
     if found is None or not float(found[1]):
-        raise ConfigError(f"the memory of a GPU is a size such as 16GiB, got {text!r}")
+        raise ConfigError(f"the memory of a GPU must be a size such as 16GiB, got {text!r}")
     return float(found[1]) * UNITS[(found[2] or "GiB").lower()] / 2**30
 
 
 DIRECTIONS = {"R": "right", "L": "left", "A": "front", "P": "back", "S": "head", "I": "feet"}
 
 SOURCES = (
-    "Rules: docs/planning.md. Spacing, patch, batch, network, intensities are nnU-Net's (Isensee et al. 2021,",
+    "Rules: docs/planning.md. Spacing, patch, batch, network and intensities are nnU-Net's (Isensee et al. 2021,",
     "doi:10.1038/s41592-020-01008-z; its residual encoders: Isensee et al. 2024, arXiv:2404.09556).",
 )
 
 
 def name_first_stage(path: str | Path) -> Path:
-    """Return the path of the first stage's config, beside the config of a cascade."""
+    """Return the path of the first stage's config, next to the config of a cascade."""
     path = Path(path)
     return path.with_name(f"{path.stem}_lowres{path.suffix}")
 
@@ -216,7 +214,7 @@ def write_config(plan: Plan, path: str | Path, *, overwrite: bool = False) -> Pa
     with replacing(path) as partial:
         partial.write_text("\n".join(_list_lines(plan)) + "\n", encoding="utf-8")
         written = load_config(partial)
-        assert written == plan.config(), "the file says something else than the plan"
+        assert written == plan.config(), "the written config differs from the plan"
     return path
 
 
@@ -227,7 +225,7 @@ def _list_lines(plan: Plan) -> Iterator[str]:
     directions = [DIRECTIONS[letter] for letter in plan.geometry.axcodes]
     yield from comment(
         f"{fingerprint.task}: {network}, for {plan.geometry.num_gpus} GPU(s) of {plan.gpu_memory:g} GiB. "
-        f"Planned by volseg {__version__} from {len(fingerprint.cases)} cases of {len(fingerprint.channels)} "
+        f"Planned by volseg {__version__} from {len(fingerprint.cases)} cases with {len(fingerprint.channels)} "
         f"channel(s) ({', '.join(fingerprint.channels)}) and {len(fingerprint.labels)} labels. D, H, W of a case "
         f"point to the {directions[0]}, to the {directions[1]} and to the {directions[2]}."
     )

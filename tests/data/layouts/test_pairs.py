@@ -123,23 +123,26 @@ def test_what_a_yaml_file_declares(folder):
     assert task.regions == {"whole tumour": (1, 4), "core": (4,)}
     assert [case.get("labelled") for case in task.training] == [None, (4,)]
     (root / "dataset.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(DataError, match=r"is described by dataset\.json and task\.yaml; keep one of them"):
+    with pytest.raises(DataError, match=r"contains both dataset\.json and task\.yaml; keep one of them"):
         load_task(root)
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("a.nii", "a_seg.nii", "b.nii"), r"1 file\(s\) have no partner: b\.nii; an image begins .* to imagesTs, or"),
+        (
+            ("a.nii", "a_seg.nii", "b.nii"),
+            r"1 file\(s\) have no partner: b\.nii; .* must begin with .* to imagesTs, or",
+        ),
         (("a.nii", "a_seg.nii", "b_seg.nii"), r"1 file\(s\) have no partner: b_seg\.nii"),
         (("a.nii", "a_seg.nii", "a_mask.nii"), r"a_mask\.nii and a_seg\.nii are both labels of one case; keep one"),
-        (("a.nii", "a.nii.gz", "a_seg.nii"), r"a\.nii and a\.nii\.gz are one image twice; keep one of them"),
-        (("a.nii", "a_t1.nii", "a_seg.nii"), r"channels \(no word\), t1: a has a\.nii, a_t1\.nii; needed: the same"),
+        (("a.nii", "a.nii.gz", "a_seg.nii"), r"a\.nii and a\.nii\.gz are the same channel of one case; keep one"),
+        (("a.nii", "a_t1.nii", "a_seg.nii"), r"channels \(no name\), t1: a has a\.nii, a_t1\.nii; needed: the same"),
         (("a_t1.nii", "a_t2.nii", "a_seg.nii", "b_t1.nii", "b_seg.nii"), r"not every case has one file for each of"),
-        (("images/a.nii", "img/a.nii", "labels/a.nii"), r"holds images, img, labels; needed: one folder of images and"),
-        (("images/a.nii", "labels/a.nii", "b.nii"), r"holds images, labels, b\.nii; needed: .* and none beside"),
-        (("a.nii", "a_seg.nii", "b/b.nii", "b/b_seg.nii"), r"\(a\.nii, a_seg\.nii, b\); keep one way to arrange them"),
-        (("images/a.png", "labels/a.png"), r"no image with a label; needed: files of \.mha, .*, or of DICOM"),
+        (("images/a.nii", "img/a.nii", "labels/a.nii"), r"has images, img, labels; needed: one folder of images, one"),
+        (("images/a.nii", "labels/a.nii", "b.nii"), r"has images, labels, b\.nii; needed: .* and no other images"),
+        (("a.nii", "a_seg.nii", "b/b.nii", "b/b_seg.nii"), r"\(a\.nii, a_seg\.nii, b\); arrange all cases in one way"),
+        (("images/a.png", "labels/a.png"), r"no image with a label; needed: files with \.mha, .*, or DICOM"),
     ],
 )
 def test_what_can_be_read_in_two_ways_is_refused(folder, names, message):
@@ -150,9 +153,9 @@ def test_what_can_be_read_in_two_ways_is_refused(folder, names, message):
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ({**NAMES, "modality": ["T1", "T2"]}, r"declares the channels T1, T2, but the files are called t1, t3; call"),
-        ({**NAMES, "modality": ["CT"]}, r"declares the channels CT, but the files are called t1, t3"),
-        ({"ignore": 3}, r"declares 'ignore' without 'labels'; name the labels too"),
+        ({**NAMES, "modality": ["T1", "T2"]}, r"declares the channels T1, T2, but the images have t1, t3; use"),
+        ({**NAMES, "modality": ["CT"]}, r"declares the channels CT, but the images have t1, t3"),
+        ({"ignore": 3}, r"declares 'ignore' without 'labels'; declare 'labels' too"),
     ],
 )
 def test_a_manifest_that_does_not_fit_the_files(folder, declared, message):
@@ -177,7 +180,7 @@ def test_labels_that_nobody_named_are_read_once(folder, caplog, monkeypatch):
     with caplog.at_level(logging.INFO, logger="volseg.data"):
         task = load_task(root)
     assert task.labels == {0: "background", 1: "label_1", 3: "label_3", 7: "label_7"}
-    assert "no file names the labels; the label maps hold 0 (background), 1 (label_1), 3 (label_3), 7" in caplog.text
+    assert "no file names the labels; the label maps contain 0 (background), 1 (label_1), 3 (label_3), 7" in caplog.text
     assert "Name them in" in caplog.text
     assert load_task(root).labels == task.labels
     assert sorted(read) == ["a.nii.gz", "b.nii.gz"]
@@ -194,9 +197,9 @@ def test_labels_that_nobody_named_are_read_once(folder, caplog, monkeypatch):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ((0,), r"the 1 label maps of .* hold background only; label the structures"),
-        (range(1, 1200), r"a\.nii\.gz holds 1200 values; needed: a label map, with a number for each"),
-        ((-1, 2), r"a\.nii\.gz is not a label map: it holds 1 channel\(s\) of -1 to 2; needed: one, of integers"),
+        ((0,), r"the 1 label maps of .* contain only background; label the structures"),
+        (range(1, 1200), r"a\.nii\.gz has 1200 values; needed: a label map, with one integer per"),
+        ((-1, 2), r"a\.nii\.gz is not a label map: it has 1 channel\(s\) with values from -1 to 2; needed: one"),
     ],
 )
 def test_label_maps_that_are_none(folder, values, message):
@@ -278,12 +281,12 @@ def test_the_name_of_the_only_channel_is_no_part_of_a_cases_name(tmp_path):
     [
         (
             ["a_0000.nii", "a_0001.nii"],
-            r"a has 2 file\(s\), a_0000\.nii, a_0001\.nii; needed: one for each of the 3 channels, called a_0000, "
-            r"a_0001 \.\.\. or by T1, T2, ADC, or one file of all channels, or a table \(CSV\)",
+            r"a has 2 file\(s\): a_0000\.nii, a_0001\.nii; needed: one for each of the 3 channels, called a_0000, "
+            r"a_0001 \.\.\. or ending in T1, T2, ADC; or one file with all channels, or a table \(CSV\)",
         ),
-        (["a.nii", "a_T1.nii"], r"a has 2 file\(s\), a\.nii, a_T1\.nii"),
-        (["a_T1.nii", "a_0000.nii"], r"a_T1\.nii and .*a_0000\.nii are both channel 0 of a; name one of them"),
-        (["a.nii", "a.mha"], r"a\.nii and .*a\.mha are both all channels of a; name one of them"),
+        (["a.nii", "a_T1.nii"], r"a has 2 file\(s\): a\.nii, a_T1\.nii"),
+        (["a_T1.nii", "a_0000.nii"], r"a_T1\.nii and .*a_0000\.nii are both channel 0 of a; name only one"),
+        (["a.nii", "a.mha"], r"a\.nii and .*a\.mha are both all channels of a; name only one"),
     ],
 )
 def test_channels_that_are_not_all_there(tmp_path, names, message):

@@ -69,7 +69,7 @@ def test_a_table_in_a_folder_of_pairs_lists_its_cases(table, tmp_path):
     listed = table("case,image,label,labelled\nx,x.nii,x_seg.nii,lesion\n")
     assert load_task(tmp_path) == load_task(listed)
     table(PLAIN, "more.tsv")
-    with pytest.raises(DataError, match=r"holds tables of cases: cases\.csv, more\.tsv; name one"):
+    with pytest.raises(DataError, match=r"contains the tables cases\.csv, more\.tsv; name one"):
         load_task(tmp_path)
 
 
@@ -128,23 +128,23 @@ def test_a_split_of_a_column(table):
         ("", r"cases\.csv lists no case; needed: a line of column names \(case, image, label"),
         ("case,image,lable\na,files/x.nii,files/xl.nii", r"needs a column 'label'; did you mean 'lable'\?"),
         ("id,image,label\na,files/x.nii,files/xl.nii", r"needs a column 'case'; known: id, image, label"),
-        ("case,scan,label\na,files/x.nii,files/xl.nii", r"needs a column 'image', or one for each channel.*case, scan"),
-        ("case,image,image_T1,label\na,x,x,x", r"needs a column 'image', or one for each channel"),
+        ("case,scan,label\na,files/x.nii,files/xl.nii", r"needs either a column 'image' or .*, got case, scan, label"),
+        ("case,image,image_T1,label\na,x,x,x", r"needs either a column 'image' or a column 'image_NAME'"),
         ("case,image,label,labeled\na,x,x,1", r"has a column 'labeled'; rename it to 'labelled', or to a less similar"),
         ("case,image_T2,imageADC,label\na,x,x,x", r"has a column 'imageADC'; rename it to 'image_ADC' if it is a"),
         ("case,image,label,Label\na,x,x,x", r"has two columns called 'label'; keep one of them"),
-        ("case,image,label\na,x", r"line 2 has 2 cells; needed: 3, as the first line"),
+        ("case,image,label\na,x", r"line 2 has 2 cells; needed: 3, as in the header"),
         ('case,image,label\na,"x,y', r"cannot be read as a table: unexpected end of data"),
-        ("case,image,label\na,files/x.nii,", r"line 2: 'label' is empty; needed: a path \(cases without a label have"),
-        ("case,image,label\n,files/x.nii,files/xl.nii", r"line 2 calls a case ''; needed: a name that a file can have"),
-        ("case,image,label\na,C:\\x.nii,files/xl.nii", r"'image' is 'C:\\\\x\.nii', a place on another system"),
-        ("case,image,label\na,files/x.nii,files/gone.nii", r"declares 1 absent file\(s\): files/gone\.nii; fetch them"),
-        (with_column("fold", 0, 1, 3), r"'fold' holds \[0, 1, 3\]; needed: the numbers from 0 on, without a gap"),
+        ("case,image,label\na,files/x.nii,", r"line 2: 'label' is empty; needed: a path \(a case without a label"),
+        ("case,image,label\n,files/x.nii,files/xl.nii", r"line 2 calls a case ''; needed: a valid file name"),
+        ("case,image,label\na,C:\\x.nii,files/xl.nii", r"'image' is 'C:\\\\x\.nii', a path of another system"),
+        ("case,image,label\na,files/x.nii,files/gone.nii", r"1 file\(s\) that do not exist: files/gone\.nii; fetch"),
+        (with_column("fold", 0, 1, 3), r"'fold' contains \[0, 1, 3\]; needed: the numbers 0, 1, 2 \.\.\. without"),
         (with_column("fold", 0, 1, "x"), r"line 4: 'fold' is 'x'; needed: the number of the fold"),
         (with_column("fold", 0, 0, 0), r"a split needs cases to train on, got none"),
         (with_column("split", "train", "tset", "val"), r"line 3: 'split' is 'tset'; did you mean 'test'\?"),
         (with_column("fold,split", "0,val", "1,", ","), r"chooses the validation cases both by 'fold' and by 'split'"),
-        (with_column("labelled", "lesoin", "", ""), r"a: 'labelled' holds 'lesoin', .*; did you mean 'lesion'\?"),
+        (with_column("labelled", "lesoin", "", ""), r"a: 'labelled' contains 'lesoin', .*; did you mean 'lesion'\?"),
     ],
 )
 def test_what_cannot_be_trusted_is_refused(table, text, message):
@@ -172,7 +172,7 @@ def test_another_encoding_is_named(table):
 def test_what_is_not_read_is_said(table, caplog):
     with caplog.at_level(logging.INFO, logger="volseg.data"):
         load_task(table("case,image,label,age,sex\na,files/x.nii,files/xl.nii,71,f"))
-    assert "read only where split.group names them: the column(s) age, sex" in caplog.text
+    assert "training ignores the column(s) age, sex, unless split.group names them" in caplog.text
 
 
 def test_a_table_of_images_to_predict(table, tmp_path):
@@ -180,7 +180,7 @@ def test_a_table_of_images_to_predict(table, tmp_path):
     assert read_images(path, ("T2", "ADC")) == [
         {"case": "a", "image": (tmp_path / "files/x2.nii", tmp_path / "files/x.nii")}
     ]
-    with pytest.raises(DataError, match=r"the task declares the channels T1, T2, but the files are called ADC, T2"):
+    with pytest.raises(DataError, match=r"the task declares the channels T1, T2, but the images have ADC, T2"):
         read_images(path, ("T1", "T2"))
     assert read_images(table("case,image\na,files/x.nii\n"), ("T2", "ADC")) == [
         {"case": "a", "image": tmp_path / "files/x.nii"}

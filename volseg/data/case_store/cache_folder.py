@@ -1,4 +1,4 @@
-"""The folder of prepared cases: find, list, clear and verify it, and remember facts of files in it.
+"""Find, list, clear and verify the folder of prepared cases, and store facts of files in it.
 
 A file counts as unchanged while its size, inode, modification time and change time (``ctime``) are the same. Restoring
 a file's date sets the modification time; the change time cannot be set.
@@ -62,9 +62,9 @@ def get_cache_folder(wanted: str) -> Path | None:
     """
     folder = choose_cache_folder(wanted)
     if folder is not None and folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; name the folder of a cache, or leave it out for the usual one")
+        raise ConfigError(f"{folder} is a file; name the folder of a cache, or leave it out to use the default")
     if folder is not None and wanted != "auto" and not folder.exists():
-        raise ConfigError(f"{folder} does not exist; name the folder of a cache, or leave it out for the usual one")
+        raise ConfigError(f"{folder} does not exist; name the folder of a cache, or leave it out to use the default")
     return folder
 
 
@@ -83,14 +83,14 @@ def list_entries(folder: Path) -> list[CacheEntry]:
 def describe_entries(folder: Path | None) -> str:
     """Return a line for each folder of images with stored cases, and a last line for all."""
     if folder is None:
-        return "no cases are kept: the cache is none"
+        return "no cases are stored: the cache is off (none)"
     by_source: dict[str, list[CacheEntry]] = defaultdict(list)
     entries = list_entries(folder)
     for entry in entries:
         try:
             by_source[str(StoredCase.open(entry.path).about["source"])].append(entry)
         except (OSError, DamagedCaseError):
-            by_source["(damaged, or removed just now)"].append(entry)
+            by_source["(damaged or just removed)"].append(entry)
     lines = [
         f"{len(kept)} case(s), {sum(entry.size for entry in kept) / GIB:.2f} GiB, last used "
         f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(kept[-1].used))}, of {source}"
@@ -128,19 +128,19 @@ def verify_entries(folder: Path) -> Iterator[tuple[CacheEntry, str | None]]:
 
 
 def make_cache_folder(folder: Path) -> None:
-    """Make the folder, readable only for its owner.
+    """Create the folder, readable only by its owner.
 
     Raises
     ------
     ConfigError
-        If it does not exist and cannot be made.
+        If it does not exist and cannot be created.
     """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # these are patients
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # patient data
     except OSError as fault:
         raise ConfigError(
-            f"prepared cases cannot be kept in {folder} ({fault.strerror or fault}); name another folder by "
-            f"data.cache or {CACHE_VARIABLE}, or set data.cache to none"
+            f"prepared cases cannot be stored in {folder} ({fault.strerror or fault}); set data.cache or "
+            f"{CACHE_VARIABLE} to another folder, or data.cache to none"
         ) from fault
     with suppress(OSError):  # for a read-only folder
         (folder / "cases").mkdir(exist_ok=True)
@@ -174,7 +174,7 @@ def list_image_files(path: Path) -> list[Path]:
 
 
 class FileMemory:
-    """Facts of files, such as their digests, remembered in a folder for all processes while the files are unchanged.
+    """Store of facts about files, such as their digests, for all processes while the files are unchanged.
 
     Parameters
     ----------
@@ -244,7 +244,7 @@ def _load_remembered(known: Path | None) -> Any:
 
 
 INSTALLED = {"site-packages", "dist-packages"}
-"""Folders of code from a distribution with a version; an editable installation is elsewhere."""
+"""Folders of installed distributions, whose version represents the code; an editable installation is elsewhere."""
 
 
 def digest_modules(modules: Collection[str], libraries: Collection[str]) -> str:
@@ -274,7 +274,7 @@ def digest_modules(modules: Collection[str], libraries: Collection[str]) -> str:
 
 
 def _list_sources(name: str) -> Iterator[tuple[str, bytes]]:
-    """Yield names and contents of a module's code: its whole package, whose other modules it may call."""
+    """Yield the name and content of each file of a module's package: the module may call any of them."""
     module = sys.modules.get(name)
     executed = getattr(module, EXECUTED, None)
     if executed is not None:
@@ -286,8 +286,8 @@ def _list_sources(name: str) -> Iterator[tuple[str, bytes]]:
     origin = getattr(module, "__file__", None) or (spec.origin if spec else None)
     if not folders and (origin is None or not Path(origin).is_file()):
         raise ConfigError(
-            f"the code of {name}, which prepares cases, cannot be found, so a stored case could be out of date "
-            "without notice; put it into a file, or set data.cache to none"
+            f"the code of {name}, which prepares cases, cannot be found, so the cache could not detect a change of it; "
+            "put it into a file, or set data.cache to none"
         )
     files = [Path(origin)] if origin is not None and Path(origin).is_file() else []
     for file in [*files, *(file for folder in folders for file in sorted(folder.rglob("*.py")))]:

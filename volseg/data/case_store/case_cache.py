@@ -1,4 +1,4 @@
-"""Prepared cases on disk, for the next fold, restart or resume: equal preparation happens once.
+"""Store prepared cases on disk, so that the next fold, restart or resume does not prepare them again.
 
 The name of a stored case is the digest of all inputs that determine its bits. So a stored case is never updated: after
 any change another name is looked up. See ``docs/decisions/case-store.md``.
@@ -37,19 +37,19 @@ from volseg.version import installed_version
 logger = logging.getLogger(__name__)
 
 LIBRARIES = ("monai", "nibabel", "numpy", "scipy", "SimpleITK", "torch")
-"""Libraries that prepare cases, beside volseg; a library's version represents its code."""
+"""Libraries that prepare cases, besides volseg; a library's version represents its code."""
 
 OWN_CODE = (Path(__file__).parents[1], Path(volseg.transforms.__file__).parent)
-"""Folders of volseg's code that reads, checks and prepares."""
+"""Folders of volseg's code that reads, checks and prepares cases."""
 
 FILES = ("image", "label", "stage")
 """Fields of a case that are files."""
 
 LEFT_FREE_SHARE, LEFT_FREE_BYTES = 0.1, 20 * GIB
-"""Part of the disk that is left free: the smaller of the two."""
+"""Share and size of the disk space that is left free; the smaller one counts."""
 
 KEPT_SECONDS = 24 * 3600.0
-"""Time since the last use in which a case is not removed to make room: a running training may need it again."""
+"""A case that was used within this time is not removed to make room: a running training may need it again."""
 
 
 class CaseCache:
@@ -58,7 +58,7 @@ class CaseCache:
     Parameters
     ----------
     folder : str or Path
-        Created if necessary. A read-only folder is read.
+        Created if necessary. A read-only folder is used without storing cases.
     task : Task
         Task for the checks of the cases.
     preprocessing : Preprocessing
@@ -74,7 +74,7 @@ class CaseCache:
     Raises
     ------
     ConfigError
-        If the folder cannot be made, or the code of a step cannot be found.
+        If the folder cannot be created, or the code of a step cannot be found.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class CaseCache:
 
     @contextmanager
     def making(self, key: str) -> Iterator[StoredCase | None]:
-        """Yield the stored case, or None to the one process or thread that shall make it; the others wait."""
+        """Yield the stored case, or None to the one process or thread that must make it; the others wait."""
         stored = self._open_stored(key)
         if stored is not None:
             yield stored
@@ -168,10 +168,10 @@ class CaseCache:
             return None
         except DamagedCaseError as fault:
             logger.warning("%s; the case is prepared again", fault)
-            with suppress(OSError):  # where only reading is allowed
+            with suppress(OSError):  # for a read-only folder
                 path.unlink(missing_ok=True)
             return None
-        except OSError as fault:  # no right to read it, or no address space
+        except OSError as fault:  # no permission to read it, or no address space
             logger.warning("%s cannot be opened (%s); the case is prepared again", path, fault.strerror or fault)
             return None
         stored.mark_used()
@@ -205,7 +205,7 @@ class CaseCache:
         OSError
             If there is too little room, with the reason.
         """
-        entries = list_entries(self.folder)  # anew each time: other processes store and remove cases, too
+        entries = list_entries(self.folder)  # each time, since other processes store and remove cases too
         used = sum(entry.size for entry in entries)
         excess = self._measure_excess(used + needed)
         if excess > 0:
@@ -220,8 +220,8 @@ class CaseCache:
         if excess > 0:
             raise OSError(
                 errno.ENOSPC,
-                f"{excess / GIB:.2f} GiB are missing: {used / GIB:.1f} GiB are kept, of "
-                f"{self.limit_bytes / GIB:.0f} GiB that data.cache_limit allows; a tenth of the disk is left free",
+                f"{excess / GIB:.2f} GiB too little: cases use {used / GIB:.1f} of {self.limit_bytes / GIB:.0f} GiB "
+                f"(data.cache_limit), and a tenth of the disk, {LEFT_FREE_BYTES // GIB} GiB at most, stays free",
             )
 
     def _measure_excess(self, used: int) -> int:
@@ -235,8 +235,8 @@ class CaseCache:
         if was_writing:
             reason = (fault.strerror if isinstance(fault, OSError) else None) or fault
             logger.warning(
-                "prepared cases are not kept any more in %s (%s); each process holds its own in memory, and the next "
-                "training prepares them again. Make room by `volseg data cache clear`, or change data.cache",
+                "prepared cases are no longer stored in %s (%s); each process keeps its own in memory, and the next "
+                "training prepares them again. Make room with `volseg data cache clear`, or change data.cache",
                 self.folder,
                 reason,
             )
@@ -281,13 +281,13 @@ def _without_files(case: Case) -> Case:
 
 
 def _describe_preparing(task: Task, preprocessing: Preprocessing) -> Mapping[str, Any]:
-    """Return all inputs that determine the bits of a prepared case, beside the case."""
+    """Return all inputs that determine the bits of a prepared case, except the case itself."""
     if preprocessing.components is None:
-        raise ConfigError("cases can be stored that build_preprocessing prepares; set data.cache to none for others")
+        raise ConfigError("only cases that build_preprocessing prepares can be stored; set data.cache to none")
     about = {field.name: getattr(task, field.name) for field in fields(task)}
     for name in ("root", "training", "test", "splits", "columns"):
         del about[name]
-    about["labels"] = sorted(task.labels.items())  # keys of JSON are strings
+    about["labels"] = sorted(task.labels.items())  # JSON keys are strings
     # The number for hidden background depends on the labelled values of all cases.
     about["cases"] = sorted({_format_json(_without_files(case)) for case in task.training})
     return {
@@ -328,4 +328,4 @@ def _encode_mapping(value: Any) -> Any:
         return dict(value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    raise ConfigError(f"a prepared case cannot be stored by {type(value).__name__} {value!r}; set data.cache to none")
+    raise ConfigError(f"the cache cannot identify cases by {type(value).__name__} {value!r}; set data.cache to none")

@@ -1,7 +1,7 @@
-"""Check and prepare the cases of a training, by all processes together.
+"""Check and prepare the cases of a training in all processes together.
 
-Processes share cases through the cache: each case is made by one process, while the others that need it wait, and all
-map the same file. Without a cache, each process makes and holds its cases by itself.
+Processes share cases through the cache: each case is prepared by one process, while the others that need it wait; all
+map the same file. Without a cache, each process prepares and keeps its own cases.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Readers:
-    """The processes that prepare cases together, from the view of one of them."""
+    """The processes that prepare cases together, as seen by one of them."""
 
     group: dist.ProcessGroup | None = None
     """Gloo group for messages; None for a single process."""
@@ -42,7 +42,7 @@ class Readers:
     def order_own(self, num_training: int, num_validation: int) -> list[int]:
         """Return the cases that this process needs, in its order: all training cases, and a share of the others.
 
-        Processes and trainings that start together begin at different cases, and find each other's in the cache.
+        Processes and trainings that start together begin at different cases, and find each other's cases in the cache.
         """
         if self.number is None:
             return []
@@ -125,7 +125,7 @@ class _CaseReport:
 
 
 REPORTS = TypeAdapter(_CaseReport)
-"""Turns reports into JSON and back."""
+"""Converter of reports into JSON and back."""
 
 
 def prepare_together(
@@ -140,7 +140,7 @@ def prepare_together(
     workers: int | None = None,
     progress: Callable[[], object] | None = None,
 ) -> PreparedCases:
-    """Check and prepare cases from one reading of each file; with a cache, from one for all processes.
+    """Check and prepare cases; read each file once per process, or with a cache only once.
 
     Every case is checked, even after problems with others, so that all bad cases are named at once, in every process.
 
@@ -183,7 +183,7 @@ def prepare_together(
     sides = [*((case, False) for case in training), *((case, True) for case in validation)]  # whether it validates
     if cache is None and readers.count > 1 and readers.number == 0:
         logger.warning(
-            "without a cache each of %d processes prepares and holds all training cases; name a folder by data.cache",
+            "without a cache each of %d processes prepares and keeps all training cases; set data.cache to a folder",
             readers.count,
         )
     reading = _Reading(
@@ -221,7 +221,7 @@ def prepare_together(
 
 @dataclass(kw_only=True)
 class _Reading:
-    """The share of this process in the reading."""
+    """The cases that this process reads, and their results."""
 
     sides: Sequence[tuple[Case, bool]]
     own: Sequence[int]
@@ -230,7 +230,7 @@ class _Reading:
     skip_bad: bool
     cache: CaseCache | None
     prepared: dict[int, Case] = field(default_factory=dict)
-    """The cases that this process holds."""
+    """The prepared cases of this process, by index."""
     faults: dict[int, Exception] = field(default_factory=dict)
     is_refused: Event = field(default_factory=Event)
     """Set once a case is refused: after that, cases are checked and not prepared, since they are not needed."""
@@ -246,7 +246,7 @@ class _Reading:
         return reports
 
     def read_one(self, index: int) -> _CaseReport:
-        """Read a case, or take it from the cache."""
+        """Read a case, or load it from the cache."""
         case, validates = self.sides[index]
         key = None if self.cache is None else self.cache.key_of(case)
         if self.cache is None or key is None:
@@ -279,7 +279,7 @@ class _Reading:
             return replace(report, fault=describe_error(fault)), None
 
     def _keep(self, index: int, report: _CaseReport, prepared: Case | None) -> _CaseReport:
-        """Hold a prepared case in memory; return its report."""
+        """Keep a prepared case in memory; return its report."""
         if prepared is not None:
             unneeded = () if self.sides[index][1] else ("reference", "reference_file")
             self.prepared[index] = {name: value for name, value in prepared.items() if name not in unneeded}
@@ -291,7 +291,7 @@ class _Reading:
             if report.fault is not None and not report.problems:
                 if index in self.faults:
                     raise self.faults[index]
-                assert group is not None, "the process alone knows its own error"
+                assert group is not None, "a single process has its own error"
                 raise told_error(report.fault, f"process {dist.get_global_rank(group, report.reader)}")
 
 

@@ -1,7 +1,7 @@
-"""Read and preprocess cases, and keep a prepared case as one file that is mapped, not read.
+"""Read and preprocess cases, and store each prepared case as one file that is mapped, not read.
 
-The file is what ``torch.save`` writes: a zip archive, whose list of contents is written last, so a truncated file has
-none, and which has a checksum of each volume. Opening such a file executes no code.
+``torch.save`` writes the file as a zip archive with a checksum of each volume. Its list of contents is written last, so
+a truncated file has none. Opening such a file executes no code.
 Volumes are mapped copy-on-write: the system keeps their pages once for all processes and drops them when memory is
 short. A process that writes to such a tensor changes its own copy.
 """
@@ -59,7 +59,7 @@ def preprocess(
 ) -> Case:
     """Preprocess a case that has been read; ``paths`` is the case with paths, the rest as for `prepare`.
 
-    A `volseg.transforms.Preprocessing` empties ``read``, so that a large volume is not held beside its results.
+    A `volseg.transforms.Preprocessing` empties ``read``, so that a large volume and its results are not both in memory.
     """
     label = read.get("label") if keep_reference else None
     if isinstance(read.get("stage"), str | Path):
@@ -69,7 +69,7 @@ def preprocess(
     if task is not None and "label" in prepared:
         prepared["label"] = to_classes(prepared["label"], task, paths)
     if label is not None:
-        # As StoreVoxels keeps labels: a quarter of the bytes read.
+        # The type of StoreVoxels: a quarter of the bytes that were read.
         prepared["reference"] = label.to(choose_label_dtype(label))
         prepared["reference_file"] = Path(paths["label"])
     return prepared
@@ -81,20 +81,20 @@ def prepare_all(cases: Sequence[Case], preprocessing: Preprocessing, *, keep_ref
 
 
 class DamagedCaseError(Exception):
-    """A file that is not a valid stored case; it is silently made again."""
+    """Error of a stored case whose file is damaged; the case is prepared again."""
 
 
 def write_case(file: BinaryIO, case: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Write the tensors of a prepared case, its ``voxels`` (two tensors for each name), and facts about them.
+    """Write the tensors of a prepared case, its ``voxels`` (two tensors for each name), and facts about it.
 
     Raises
     ------
     TypeError
         If metadata or ``about`` has values other than tensors, arrays, numbers, texts, and collections of these.
     OSError
-        As for any writing.
+        If the file cannot be written.
     """
-    # An id and paths are known to the reader of the case.
+    # The reader of the case knows its id and paths.
     tensors = {name: value for name, value in case.items() if isinstance(value, Tensor)}
     content = {
         "volumes": {name: _pack(tensor) for name, tensor in tensors.items()},
@@ -115,7 +115,7 @@ def _pack(tensor: Tensor) -> Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Return metadata as values that a file without code can hold; arrays become tensors."""
+    """Return metadata as values that a file without code can store; arrays become tensors."""
     if isinstance(value, Mapping):
         return {_plain(key): _plain(part) for key, part in value.items()}
     for kind in (list, tuple):
@@ -148,7 +148,7 @@ class StoredCase:
     path: Path
     size: int
     identity: tuple[int, int]
-    """Device and inode of the mapped file, which tell it from a later file of the same name."""
+    """Device and inode of the mapped file, which distinguish it from a later file of the same name."""
     about: Mapping[str, Any]
     voxels: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
     """Voxels of each list of places, and their number by class; see `volseg.data.case_store.case_cache.pack_case`."""
@@ -159,9 +159,9 @@ class StoredCase:
 
     @classmethod
     def open(cls, path: Path) -> "StoredCase":
-        """Map a file whose description is as it was written; its volumes are not checked."""
+        """Map a file after checking its description; its volumes are not checked."""
         told = path.stat()
-        if not told.st_size:  # which no system maps
+        if not told.st_size:  # an empty file cannot be mapped
             raise DamagedCaseError(f"{path} is empty")
         try:
             with ZipFile(path) as file:
@@ -169,9 +169,9 @@ class StoredCase:
             content = torch.load(path, mmap=True, weights_only=True)
             volumes, metas, voxels, about = (content[name] for name in ("volumes", "metas", "voxels", "about"))
         except Exception as fault:  # damaged bytes may raise anything
-            if isinstance(fault, OSError) and fault.errno != errno.EINVAL:  # a place before the file's first byte
+            if isinstance(fault, OSError) and fault.errno != errno.EINVAL:  # a damaged offset
                 raise
-            raise DamagedCaseError(f"{path} is cut off, or was changed after it was written") from fault
+            raise DamagedCaseError(f"{path} is truncated, or was changed after it was written") from fault
         return cls(
             path=path,
             size=told.st_size,
@@ -209,8 +209,8 @@ class StoredCase:
         if told.st_size >= self.size and told.st_ctime_ns == self._changed["at"]:
             return
         try:
-            if told.st_size < self.size:  # reading a page behind its end would kill the process
-                raise DamagedCaseError(f"it had {self.size} bytes and has {told.st_size}")
+            if told.st_size < self.size:  # reading a page beyond its end would kill the process
+                raise DamagedCaseError(f"it had {self.size} bytes and now has {told.st_size}")
             self.require_whole()
         except DamagedCaseError as fault:
             raise DataError(

@@ -1,11 +1,11 @@
-"""Keep the preprocessed training cases in a form from which patches are cut quickly.
+"""Store the preprocessed training cases so that patches are cut quickly.
 
-On an accelerator are as many cases as fit, one behind the other without padding. The patches of a batch are read there
-by index tensors: no Python per case and no wait for the host. The other cases stay in main memory, or mapped from
-files. Their patches are fetched: cut to boxes on the host, and copied to the device. Both ways give the same bits.
+As many cases as fit are on the accelerator, one after the other without padding. Index tensors select the patches of a
+batch there, without Python per case or a wait for the host. The other cases stay in main memory or in mapped files.
+Their patches are fetched: cut into boxes on the host, and copied to the device. Both ways give the same bits.
 
 Outside a case the value is 0. After normalisation 0 is the mean of a z-scored image, and the padding of nnU-Net and of
-`FitGrid`, so a network sees the same outside in training and in prediction.
+`FitGrid`, so a network sees the same values there in training and in prediction.
 """
 
 import logging
@@ -23,7 +23,7 @@ from volseg.errors import DataError
 from volseg.transforms.augmentation.triton_reading import PatchSources
 
 MOST_FOREGROUND = 10_000
-"""Voxels remembered per case and class for oversampling; nnU-Net's number."""
+"""Most voxels stored per case and class for oversampling; nnU-Net's number."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class ForegroundVoxels:
     """Voxels of each foreground class of each case, at most some thousands."""
 
     voxels: Tensor
-    """Positions (M, 3), those of one case and class together; in the smallest type that holds them."""
+    """Positions (M, 3), sorted by case and class; in the smallest sufficient type."""
     count: Tensor
     """Number of the rows of case n's class k + 1 in ``voxels``, (N, K)."""
 
@@ -90,7 +90,7 @@ def list_voxels(
 
 
 class VolumeCache:
-    """Hold preprocessed cases and cut boxes out of them.
+    """Store of preprocessed cases, which cuts patches out of them.
 
     Parameters
     ----------
@@ -101,13 +101,13 @@ class VolumeCache:
     device : torch.device or str
         Device of the training.
     keep : {"auto", "device", "memory"}
-        ``device`` puts all cases on ``device``; ``memory`` leaves them in main memory; ``auto`` puts as many on the
-        device as ``budget_bytes`` holds, the smallest ones.
+        ``device`` puts all cases on ``device``; ``memory`` leaves them in main memory; ``auto`` puts on
+        the device the smallest cases, up to ``budget_bytes``.
     budget_bytes : int, optional
-        Bytes that ``auto`` may take on the device, at most the free memory; by default 30 % of the free memory on a
+        Bytes that ``auto`` may use on the device, at most the free memory; by default 30 % of the free memory on a
         GPU, and nothing on a CPU.
     num_classes : int, optional
-        Classes of the labels, background included, if the labels may hold larger numbers; see `volseg.data.labels`.
+        Classes of the labels, background included, if the labels may contain larger numbers; see `volseg.data.labels`.
     is_sparse : bool
         Whether the number ``num_classes`` means voxels without annotation.
 
@@ -122,7 +122,7 @@ class VolumeCache:
     annotated : ForegroundVoxels or None
         Annotated voxels, including the background, in place of classes; None if all voxels are annotated.
     weights : Tensor or None
-        How often each case is drawn, (N,) in float64; None where all are drawn equally often.
+        How often each case is drawn, (N,) in float64; None if all are drawn equally often.
     is_resident : Tensor
         Whether each case is on ``device``, (N,) bool, on the CPU.
     num_on_device : int
@@ -133,7 +133,7 @@ class VolumeCache:
     Raises
     ------
     DataError
-        For no cases, or a case whose image and label do not fit together or the other cases.
+        If there are no cases, or the image and label of a case do not fit each other or the other cases.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class VolumeCache:
         Raises
         ------
         DataError
-            If a file was overwritten or truncated: reading behind its end would kill the process silently (SIGBUS).
+            If a file was overwritten or truncated: reading beyond its end would kill the process silently (SIGBUS).
         """
         for stored in filter(None, self._mapped):
             stored.require_unchanged()
@@ -259,7 +259,7 @@ class VolumeCache:
         return images, labels
 
     def gather(self, cases: Tensor, corners: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return patches of cases in any place: images (B, C, *size) in float32, labels (B, 1, *size) in uint8.
+        """Return patches of any cases: images (B, C, *size) in float32, labels (B, 1, *size) in uint8.
 
         They are on ``device``; see `locate` for the parameters.
         """
@@ -271,7 +271,7 @@ class VolumeCache:
     ) -> tuple[Tensor, Tensor]:
         """Return the patches of a batch, from fetched boxes and from the device; see `gather`.
 
-        The ``places`` are the result of `locate`, on any device: on the device, no wait is needed.
+        The ``places`` are the result of `locate`, on any device; on ``device`` they need no copy.
         """
         image, label = (box.to(self.device, non_blocking=True) for box in boxes)
         if not self.num_on_device:
@@ -293,10 +293,10 @@ class VolumeCache:
         )
         if self.device.type != "cpu" or self.num_on_device:
             kept = f"{int(sizes[self.is_resident].sum()) / 2**30:.2g} of {int(sizes.sum()) / 2**30:.2g} GiB"
-            logger.info("%d of %d training cases lie on %s (%s)", self.num_on_device, len(self), self.device, kept)
+            logger.info("%d of %d training cases are on %s (%s)", self.num_on_device, len(self), self.device, kept)
 
     def _store(self, volumes: Sequence[Tensor]) -> Tensor:
-        """Return the volumes of the cases on the device, one behind the other."""
+        """Return the volumes of the cases on the device, one after the other."""
         there = [volume for volume, is_there in zip(volumes, self.is_resident, strict=True) if is_there]
         stored = torch.empty(sum(volume.numel() for volume in there), dtype=volumes[0].dtype, device=self.device)
         end = 0
@@ -314,7 +314,7 @@ class VolumeCache:
         if keep == "device" and sum(sizes) > free:
             raise DataError(
                 f"data.keep is 'device', but the {len(self)} cases take {sum(sizes) / 2**30:.1f} GiB and {self.device} "
-                f"has {free / 2**30:.1f} GiB free; set data.keep to auto, which puts there what fits, or to memory"
+                f"has {free / 2**30:.1f} GiB free; set data.keep to memory, or to auto, which puts there what fits"
             )
         budgets = {"auto": choose_budget(free, budget_bytes), "device": free, "memory": 0}
         return choose_resident(sizes, budgets[keep])
@@ -338,28 +338,28 @@ def _drop_metadata(volume: Tensor) -> Tensor:
 
 
 def require_fit(name: str, image: Tensor, label: Tensor, num_channels: int, *, values: bool = True) -> None:
-    """Raise a DataError with the case's name if its volumes do not fit a cache; without ``values``, by shapes."""
+    """Raise a DataError with the case's name if its volumes do not fit a cache; ``values=False`` checks only shapes."""
     if image.ndim != 4 or label.ndim != 4 or label.shape[0] != 1 or image.shape[1:] != label.shape[1:]:
         raise DataError(
             f"case {name}: need an image (C, D, H, W) and a label (1, D, H, W) on one grid, "
             f"got {tuple(image.shape)} and {tuple(label.shape)}"
         )
     if image.shape[0] != num_channels:
-        raise DataError(f"case {name}: has {image.shape[0]} channels, the first case has {num_channels}")
+        raise DataError(f"case {name} has {image.shape[0]} channels, but the first case has {num_channels}")
     if not values:
         return
     if not all(math.isfinite(end) for end in map(float, image.aminmax())):
         raise DataError(
-            f"case {name}: its preprocessed image holds NaN or infinite values ({image.dtype}); look at its file by "
-            "`volseg data check` (values beyond 1e18 overflow when they are normalised), or at the preprocessing"
+            f"case {name}: its preprocessed image contains NaN or infinite values ({image.dtype}); check its file with "
+            "`volseg data check` (values beyond 1e18 overflow when they are normalised), or the preprocessing"
         )
     low, high = label.min(), label.max()
     if low < 0 or high > 255:
-        raise DataError(f"case {name}: labels must lie in 0..255, got {low.item():g}..{high.item():g}")
+        raise DataError(f"case {name}: labels must be in 0..255, got {low.item():g}..{high.item():g}")
     if label.is_floating_point() and (label != label.round()).any():
         raise DataError(
-            f"case {name}: labels must be whole numbers, but its preprocessed label holds others; change the step that "
-            "interpolates it"
+            f"case {name}: labels must be whole numbers, but its preprocessed label contains fractions; change the "
+            "step that interpolates it"
         )
 
 
@@ -368,7 +368,7 @@ SHARE_OF_MEMORY = 0.3
 
 
 def choose_budget(free_bytes: int, limit_bytes: int | None = None) -> int:
-    """Return the bytes that cases may take of ``free_bytes`` on a device; a limit replaces the default share.
+    """Return how many of the ``free_bytes`` of a device cases may use; a limit replaces the default share.
 
     >>> choose_budget(100), choose_budget(100, limit_bytes=80), choose_budget(100, limit_bytes=120)
     (30, 80, 100)

@@ -1,4 +1,4 @@
-"""The shape of a label, and the image along its border, as a few numbers per case.
+"""Describe the shape of a label, and the image along its border, by a few numbers per case.
 
 Voxels near the border are sorted into cells: by their distance from the border (eight shells, one finest voxel each)
 and by the octant around the label's centre. The mean intensities of the cells are the profile of the border, which is
@@ -28,19 +28,19 @@ SHELLS = np.arange(-2.5, 4.0)
 """Limits between the shells: distances from the border in finest voxels, negative inside."""
 
 NEAR, FAR = -3.5, 4.0
-"""Where the first shell begins and the last one ends."""
+"""Start of the first shell and end of the last one."""
 
 CELLS = 8 * (len(SHELLS) + 1)
 """Number of shells times octants."""
 
 OCTANT_BITS = np.array([8, 16, 32])
-"""Bits of a cell's number above its shell: set to the right, in front and above of the label's centre."""
+"""Bits of a cell's number above its shell: set for voxels right, in front and above of its centre."""
 
 MOST_BORDER = 8192
 """Most voxels of a border; longer borders are subsampled."""
 
 FEWEST_VOXELS = 3
-"""Voxels that a cell needs for a mean."""
+"""Fewest voxels of a cell for a mean."""
 
 
 class Move(NamedTuple):
@@ -67,11 +67,11 @@ class LabelShape:
     """Statistics of all structures of a label map together."""
 
     volume: float
-    """In mm3."""
+    """Labelled volume (mm3)."""
     unlabelled: float
-    """Share of the voxels."""
+    """Share of the voxels that are not labelled."""
     agreement: float
-    """As `measure_agreement` returns it, low for a ragged label; 1 for a label with few neighbours."""
+    """Result of `measure_agreement`, low for a ragged label; 1 for a label with few neighbours."""
     stray: float
     """Distance of the farthest voxel from the largest connected part, in root mean square radii of the label."""
     on_faces: float
@@ -127,7 +127,7 @@ def measure_shape(
 
 
 def pool(labelled: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return which blocks of voxels hold a labelled one, and the sides of the blocks (voxels)."""
+    """Return a mask of the blocks with a labelled voxel, and the sides of the blocks (voxels)."""
     steps = choose_steps(labelled.shape)
     for axis, step in enumerate(steps):
         if step > 1:
@@ -194,7 +194,7 @@ COARSE_SIDE = 96
 """Most voxels along each axis of a subsampled volume."""
 
 WIDE_JUMP = 0.9
-"""Share of the range of values. A brain differs from its masked background by up to 0.8, an overflow by nearly 1."""
+"""Least wide jump, in ranges of values. Brain and masked background differ by up to 0.8, an overflow by nearly 1."""
 
 THUMBNAIL_SIDE = 16
 """Voxels along each axis of a thumbnail."""
@@ -211,7 +211,7 @@ class Texture:
     share_highest: float
     """Share of the voxels at the highest value."""
     empty_slices: float
-    """Share of the slices that hold a single value, along the axis with the most of them."""
+    """Share of constant slices, along the axis with the largest share."""
 
     def compare_axis(self, axis: int) -> float:
         """Return the roughness along an axis, relative to the geometric mean of the other axes'."""

@@ -1,11 +1,11 @@
-"""Compare the cases of a data set: cases that are unlike the others, labels that no case has, and copied images.
+"""Compare the cases of a data set: find unusual cases, labels that no case has, and copied images.
 
-Statistics of single cases are compared by `volseg.data.checks.facts`. Where many cases differ, the data set is mixed,
-which is reported once.
+`volseg.data.checks.facts` compares statistics of single cases. If many cases differ, the data set is mixed; this is
+reported once.
 
 For copies, thumbnails of all images are compared with each other, in the eight mirrorings. The most similar pairs are
 read again and compared voxel by voxel where they overlap: two patients, or two scans of one patient, differ by as much
-as neighbouring voxels do, and a copy only by rounding.
+as neighbouring voxels do, but a copy differs only by rounding.
 """
 
 from collections import Counter, defaultdict
@@ -33,41 +33,41 @@ from volseg.data.readers import read_volume
 from volseg.formatting import list_some
 
 FEW_CASES = 5
-"""Cases that grids and intensities need before one of them can be an outlier: factors this large show among few."""
+"""Fewest cases for outliers of grids and intensities: factors this large are evident among a few cases."""
 
 FAR_SIZE, FAR_SPACING, FAR_SCALE = 1.5, 3.0, 10.0
-"""Factors from the median beyond which a size, a spacing, and a range of intensities can be outliers. Among fewer than
-`FEWEST_CASES` a size needs the factor of a spacing."""
+"""Factors from the median beyond which a size, a spacing, and a range of intensities can be outliers. With fewer than
+`FEWEST_CASES` cases, a size needs the factor of a spacing."""
 
 THICKNESS_SHOWS = {"noise", "slices-unlike", "wrapped", "label-ragged"}
 """Kinds of findings that an unusual slice thickness explains."""
 
 ALWAYS, FEWEST_ALWAYS = 0.95, 20
-"""A label is expected in each case if this share of the cases has it, among at least this many."""
+"""Smallest share of the cases with a label, and fewest cases, for which it is expected in all."""
 
 MIXED_SCALE = 100.0
-"""Factor between ranges of intensities from which on a data set is mixed."""
+"""Ratio of ranges of intensities above which a data set is mixed."""
 
 COMMON = 0.8
-"""Share of the cases that makes a rule."""
+"""Smallest share of the cases that makes their orientation the usual one."""
 
 APART = 0.05
-"""Largest share of the cases that can lie apart from all others by their range of intensities."""
+"""Largest share of the cases whose range of intensities can be far from all others."""
 
 FOLDS = 5
 """Folds of nnU-Net's cross-validation, the default here too."""
 
 LEAST_CONTRAST = 0.05
-"""Least contrast with a sign, in ranges of intensities."""
+"""Smallest contrast whose sign counts, in ranges of intensities."""
 
 LEAST_DOUBLED = 64
-"""Labelled voxels from which on two equal label maps are no coincidence."""
+"""Fewest labelled voxels for which two equal label maps are not a coincidence."""
 
 CLIPPED_ABOVE, CLIPPED_SHARE = -500.0, 0.01
-"""Hounsfield units, and share of voxels: a CT with a higher lowest value, and this share there, was clipped."""
+"""A CT was clipped if its lowest value is above these Hounsfield units, and this share or more of its voxels has it."""
 
 OFFSET_HIGH = 1000.0
-"""A CT whose lowest value is 0 and whose 99.5th percentile is above this holds soft tissue at about 1024."""
+"""A CT without negative values whose 99.5th percentile is above this stores soft tissue at about 1024."""
 
 Images = Sequence[tuple[Case, ImageFacts]]
 Channels = Sequence[tuple[Case, ChannelFacts]]
@@ -146,7 +146,7 @@ def _compare_orientations(images: Images) -> Iterator[Finding]:
         return
     for case, image in images:
         if image.orientation != usual:
-            yield Finding.of(case, "orientation", f"{image.orientation}, elsewhere {usual}")
+            yield Finding.of(case, "orientation", f"{image.orientation}, usually {usual}")
 
 
 def _compare_grids(images: Images) -> Iterator[Finding]:
@@ -163,12 +163,12 @@ def _compare_grids(images: Images) -> Iterator[Finding]:
         wrong = {*_list_far(steps, FAR_SPACING), *({*_list_far(steps, least)} & {*odd_sizes})}
         for kind, values, outliers in (("spacing", steps, sorted(wrong)), ("extent", sizes, odd_sizes)):
             for outlier in outliers:
-                detail = f"{values[outlier]:.3g} mm {axis}, elsewhere about {np.median(values):.3g}"
+                detail = f"{values[outlier]:.3g} mm {axis}, median {np.median(values):.3g}"
                 yield Finding.of(images[outlier][0], kind, detail)
 
 
 def _list_unlike_spacings(images: Images) -> set[str]:
-    """Return the cases whose spacing is far from the median, for any number of them."""
+    """Return the cases with a spacing far from the median, however many they are."""
     logs = np.log([image.spacing for _, image in images]).reshape(-1, 3)
     far = np.abs(logs - np.median(logs, axis=0)).max(1) > np.log(FAR_SPACING) if len(images) else []
     return {case["case"] for (case, _), is_far in zip(images, far, strict=True) if is_far}
@@ -179,7 +179,7 @@ def _list_far(values: Sequence[float], factor: float) -> list[int]:
 
 
 def _list_apart(values: Sequence[float], factor: float) -> list[int]:
-    """Return the indices of values that are a factor below or above all others, for any spread of these."""
+    """Return the indices of values that are a factor below or above all others, whatever the spread of the others."""
     order = np.argsort(values)
     logs = np.log(np.maximum(np.array(values)[order], np.finfo(np.float64).tiny))
     most = max(1, int(APART * len(values)))
@@ -197,7 +197,7 @@ def _compare_scales(channels: Channels, where: str) -> Iterator[Finding]:
     if low > 0 and high / low > MIXED_SCALE:
         yield Finding("", None, f"{where}ranges of {min(ranges):.3g} to {max(ranges):.3g}", "intensity-mixed")
     for place in sorted({*_list_far(ranges, FAR_SCALE), *_list_apart(ranges, FAR_SCALE)}):
-        detail = f"{where}a range of {ranges[place]:.3g}, elsewhere about {np.median(ranges):.3g}"
+        detail = f"{where}a range of {ranges[place]:.3g}, median {np.median(ranges):.3g}"
         yield Finding.of(channels[place][0], "intensity-scale", detail)
 
 
@@ -211,9 +211,9 @@ def _check_ct(channels: Channels, where: str) -> Iterator[Finding]:
 
 
 def _compare_structures(channels: Channels, where: str, *, is_ct: bool) -> Iterator[Finding]:
-    """Remark on cases whose largest structure is on air, or is dark where it is bright in the other cases.
+    """Remark on cases whose largest structure is on air, or has a contrast opposite to that in other cases.
 
-    Each structure is compared with the same one: in a cropped CT, lungs may be the only one.
+    Each structure is compared with the same structure: in a cropped CT, the lungs may be the only one.
     """
     by_label: dict[int, list[tuple[Case, StructureFacts, bool]]] = defaultdict(list)
     for case, channel in channels:
@@ -230,14 +230,14 @@ def _compare_structures(channels: Channels, where: str, *, is_ct: bool) -> Itera
         is_tissue = sum(on_air) <= max(1, RARE * len(held))  # neither lungs nor the darkest structure
         for (case, structure, is_largest), is_reverse, is_on_air in zip(held, reverse, on_air, strict=True):
             if is_largest and has_sign and is_reverse:
-                message = f"{where}{structure.contrast:+.2f} of the range, elsewhere about {usual:+.2f}"
+                message = f"{where}{structure.contrast:+.2f} of the range, median {usual:+.2f}"
                 yield Finding.of(case, "contrast", message)
             if is_largest and is_tissue and is_on_air:
-                yield Finding.of(case, "label-on-air", f"{where}its median voxel is {structure.median:g}", "label")
+                yield Finding.of(case, "label-on-air", f"{where}its median intensity is {structure.median:g}", "label")
 
 
 def describe_data(facts: Sequence[ComparedCase], task: Task) -> dict[str, object]:
-    """Return common properties of the cases, for the JSON of a check."""
+    """Return summary statistics of the cases, for the JSON of a check."""
     images = [fact.image for fact in facts if fact.image is not None]
 
     def middle(rows: Iterable[Sequence[float]]) -> list[float]:
@@ -260,26 +260,26 @@ def describe_data(facts: Sequence[ComparedCase], task: Task) -> dict[str, object
 
 
 SMALLEST_CORRELATION = 0.6
-"""Correlation of two thumbnails, after subtracting the mean thumbnail, from which a pair may be read again."""
+"""Smallest correlation of two thumbnails, after subtracting the mean thumbnail, for which a pair may be read again."""
 
 FEWEST_USUAL = 10
-"""Images from which on the mean thumbnail is subtracted."""
+"""Fewest images for which the mean thumbnail is subtracted."""
 
 SAME = 0.25
-"""Largest difference of a copy, up to a scale, in differences of neighbouring voxels (medians). Rounding to 8 bits
-leaves 0.1; two noisy images of one object have 1."""
+"""Largest difference of a copy from the scaled original, relative to the difference of neighbouring voxels (medians).
+It is 0.1 for rounding to 8 bits, and 1 for two noisy images of one object."""
 
 FEWEST_COMPARED = 1000
-"""Voxels that must differ from their neighbour, for a median of the differences."""
+"""Fewest voxels that differ from their neighbour for a median of the differences."""
 
 FEWEST_PAIRS, PAIRS_PER_CASE = 8, 0.125
-"""Most pairs that are read again, the larger of: a number, and a number per case."""
+"""Most pairs that are read again, in total and per case; the larger limit counts."""
 
 OVERLAP = 0.5
-"""Least share of the smaller image that is in the larger image."""
+"""Smallest share of the smaller image that must overlap the larger image."""
 
 BLOCK_SIDE = 96
-"""Voxels along each axis of the blocks, around the middle, that are compared."""
+"""Side (voxels) of the central blocks that are compared."""
 
 ROWS = 256
 """Thumbnails compared with all others at a time."""
@@ -288,14 +288,14 @@ MIRRORINGS = tuple(axes for count in range(4) for axes in combinations(range(3),
 
 
 def report_copies(facts: Sequence[ComparedCase], digests: Mapping[str, str]) -> list[Finding]:
-    """Remark on both cases of each pair whose images are copies without being equal.
+    """Remark on both cases of each pair of images that are copies, but not equal.
 
     Parameters
     ----------
     facts : sequence of ComparedCase
         All cases.
     digests : mapping
-        Case id to the digest of the image; equal images are a finding of their own.
+        Case id to the digest of the image; equal images are a separate finding.
     """
     cases = [fact.case for fact in facts if fact.thumbnail is not None and fact.thumbnail.any()]
     thumbnails = np.array([fact.thumbnail for fact in facts if fact.thumbnail is not None and fact.thumbnail.any()])
@@ -312,7 +312,7 @@ def report_copies(facts: Sequence[ComparedCase], digests: Mapping[str, str]) -> 
 
 
 def _list_alike(thumbnails: np.ndarray, digests: Sequence[str | None]) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Return the most similar pairs with other digests, each with the axes along which one image is mirrored."""
+    """Return the most similar pairs with different digests, each with the axes along which one image is mirrored."""
     if not len(thumbnails):
         return []
     found: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
@@ -338,8 +338,8 @@ def _standardise(thumbnails: np.ndarray) -> np.ndarray:
 
 
 def _agree(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two images are equal after a shift by whole voxels and a linear change of intensities."""
-    from scipy.signal import correlate  # takes a second, for few pairs of images
+    """Return whether two images are equal after a shift by whole voxels and a linear change of intensities."""
+    from scipy.signal import correlate  # the import takes a second, and few data sets need it
 
     blocks = [_take_middle(image) for image in (one, other)]
     match = correlate(*(block - block.mean() for block in blocks), method="fft")

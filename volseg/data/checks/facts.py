@@ -1,4 +1,4 @@
-"""Facts of a case, a few numbers and no voxels, and cases whose facts are far from those of the others.
+"""Measure facts of a case, a few numbers and no voxels, and find cases whose facts are outliers.
 
 One table of rules says which facts are compared. A value is an outlier if it is beyond Tukey's outer fences [1]_, three
 quartile ranges from the quartiles, and differs from the median by an amount that matters for its statistic. If more
@@ -30,16 +30,16 @@ AXES = ("left-right", "front-back", "head-feet")
 """Names of the axes of an upright volume."""
 
 SAMPLES = 1 << 20
-"""Voxels that percentiles are taken of."""
+"""Number of voxels from which percentiles are computed."""
 
 RANGE = (0.005, 0.5, 0.995)
-"""Percentiles that limit the range of intensities, which single hot voxels must not change."""
+"""Percentiles for the range of intensities and its middle, which single hot voxels must not change."""
 
 INCOMPARABLE = {"size", "not-finite", "constant", "image-is-label", "swapped"}
-"""Kinds of problems whose consequences would make a case an outlier."""
+"""Kinds of problems that would make a case an outlier."""
 
 UNLIKE_LABELS = {"label-reordered", "label-channels", "label-fractions", "label-undeclared"}
-"""Kinds of problems after which the shape of a label is unknown."""
+"""Kinds of problems that leave the shape of a label unknown."""
 
 
 class StructureFacts(NamedTuple):
@@ -67,7 +67,7 @@ class ChannelFacts:
     """Share of the voxels that have the lowest value."""
     texture: Texture
     structures: Mapping[int, StructureFacts]
-    """By label, the largest structure first."""
+    """Facts of each structure by its label, the largest structure first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +100,7 @@ class ComparedCase:
     """Voxels of each value; empty without a readable label."""
     label_digest: str | None = None
     label: LabelShape | None = None
-    """None without structures on the image's grid, and with ignored voxels."""
+    """None if no structure is on the image's grid, or if the label has ignored voxels."""
     thumbnail: np.ndarray | None = field(default=None, compare=False, repr=False)
     """Thumbnail of the image's upright first channel, from `compute_thumbnail`; None if ``image`` is None."""
 
@@ -198,7 +198,7 @@ def _sample_structures(channel: Tensor, labels: Tensor, values: Iterable[int]) -
 
 
 def _choose_samples(count: int) -> slice:
-    """Return the voxels of ``count`` to sample: evenly, by a step that meets every row and column."""
+    """Return the slice that samples ``count`` voxels: evenly, with a step that reaches every row and column."""
     step = max(1, count // SAMPLES)
     while gcd(step, count) > 1:
         step += 1
@@ -211,10 +211,10 @@ def _percentile(values: Tensor, part: float) -> float:
 
 
 FEWEST_CASES = 10
-"""Cases that a statistic needs before one of them can be an outlier."""
+"""Fewest cases for outliers of a statistic."""
 
 FENCE = 3.0
-"""Quartile ranges from the quartiles."""
+"""Distance of the fences from the quartiles, in quartile ranges."""
 
 RARE = 0.1
 """Largest share of the cases that can be outliers."""
@@ -269,11 +269,11 @@ def _take_smoothness(axis: int) -> Callable[[Texture], float]:
     return lambda texture: texture.smoothness[axis]
 
 
-VOLUME = "{value:.3g} mm3, elsewhere about {median:.3g}"
-FULL = "{value:.0%} of the voxels are background, elsewhere about {median:.0%}"
-RAGGED = "{value:.0%} of neighbours agree, elsewhere {median:.0%}"
-STRAY = "a voxel {value:.2g} radii from the largest part, elsewhere {median:.2g}"
-CUT = "{value:.0%} of its surface, elsewhere {median:.0%}"
+VOLUME = "{value:.3g} mm3, median {median:.3g}"
+FULL = "{value:.0%} of the voxels are background, median {median:.0%}"
+RAGGED = "{value:.0%} of neighbours agree, median {median:.0%}"
+STRAY = "a voxel is {value:.2g} radii from the largest part, median {median:.2g}"
+CUT = "{value:.0%} of its surface, median {median:.0%}"
 LABEL_RULES = (
     OutlierRule("label-volume", "low", 4, attrgetter("volume"), VOLUME, is_ratio=True),
     OutlierRule("label-volume", "high", 6, attrgetter("volume"), VOLUME, is_ratio=True),
@@ -283,11 +283,11 @@ LABEL_RULES = (
     OutlierRule("label-cut", "high", 0.03, attrgetter("on_faces"), CUT),
 )
 
-NOISE = "neighbours {axis} correlate by {{value:.2f}}, elsewhere by {{median:.2f}}"
-ROUGH = "{axis} {{value:.2f}} times as rough as along the other axes, elsewhere {{median:.2f}}"
-JUMPS = "{value:.2%} of neighbours differ by more than 90 % of the range, elsewhere {median:.2%}"
-SATURATED = "{value:.1%} of the voxels at the highest value, elsewhere {median:.1%}"
-EMPTY = "{value:.0%} of the slices, elsewhere {median:.0%}"
+NOISE = "correlation of {axis} neighbours {{value:.2f}}, median {{median:.2f}}"
+ROUGH = "{{value:.2f}} times as rough {axis} as along the other axes, median {{median:.2f}}"
+JUMPS = "{value:.2%} of neighbours differ by more than 90 % of the range, median {median:.2%}"
+SATURATED = "{value:.1%} of the voxels have the highest value, median {median:.1%}"
+EMPTY = "{value:.0%} of the slices, median {median:.0%}"
 TEXTURE_RULES = (
     *(
         OutlierRule("noise", "low", 0.15, _take_smoothness(axis), NOISE.format(axis=name))

@@ -18,39 +18,39 @@ from volseg.data.checks.kinds import Finding
 from volseg.data.readers import read_label, read_volume
 
 FEWEST_PLACED = 20
-"""Cases that a model of the border needs."""
+"""Fewest cases for a model of the border."""
 
 FEWEST_CELLS = CELLS // 2
-"""Cells that two profiles need in common."""
+"""Fewest cells with values in both profiles of a comparison."""
 
 SHRINKAGE = 0.3
-"""Part of the mean variance that is added to each cell's, more in few cases; 0.1 to 1 give the same on Task04."""
+"""Share of the mean variance that is added to each cell's, more for few cases; on Task04 0.1 to 1 are equivalent."""
 
 TRIMMED = 0.1
-"""Share of the cases, those least like the median profile, that the covariance leaves out."""
+"""Share of the cases that the covariance leaves out: those least similar to the median profile."""
 
 MOST_DEVIATION = 8.0
-"""Larger deviations count as this one, so that no single number decides."""
+"""Larger deviations are clipped to this value, so that no single one decides."""
 
 BETTER = 6.5
-"""Least decrease of half the squared deviations for a moved label. Of Task04's 208 cases the largest is 4.6."""
+"""Smallest decrease of half the squared deviations for which a move is reported; the largest in Task04 is 4.6."""
 
 MOSTLY, LEAST_COST = 0.7, 0.5
-"""For this share of the sound cases any shift must raise half the squared deviations by this amount. Otherwise the
-places of labels carry no information, and no shift is reported. A mirroring that costs less is not reported: the
-anatomy is symmetric."""
+"""In this share of the sound cases, every shift must raise half the squared deviations by this amount. Otherwise the
+places of labels carry no information, and no move is reported. A mirroring that costs less is not reported: the anatomy
+is symmetric."""
 
 SPREADS = 1.4
-"""Least reported shift, in robust deviations of the places of labels: lesions may be anywhere."""
+"""Smallest reported shift, in robust deviations of the places of labels: lesions may be anywhere."""
 
 SUSPICIOUS, MOST_SUSPICIOUS = 1.5, 32
-"""Deviation from which a label is tried on other images, and most cases that are read again for it."""
+"""Deviation above which a label is tried on other images, and the most cases that are read again for this."""
 
 BETTER_EXCHANGED, USUAL = 3.0, 2.5
-"""Least decrease of the sum of two deviations after an exchange of labels, and the most that each may be then."""
+"""Smallest decrease of the sum of two deviations by an exchange of labels, and the largest deviation after it."""
 
 TOLERANCES = (0.05, 0.5, 0.015)
-"""Added to the robust deviations: of the logarithms of distances, of places (coarse voxels), and of skews."""
+"""Amounts added to the robust deviations: of logarithms of distances, of places (coarse voxels), and of skews."""
 
 UNLIKE_IMAGES = {"noise", "wrapped", "empty-slices", "single-slice"}
 """Kinds of findings that explain why no label fits an image."""
@@ -59,12 +59,12 @@ DIRECTIONS = (("right", "left"), ("front", "back"), ("head", "feet"))
 
 
 class BorderModel:
-    """The borders and places of the labels of a data set.
+    """Model of the borders and places of the labels of a data set.
 
     Parameters
     ----------
     labels : sequence of LabelShape
-        With profiles, of cases without other findings.
+        Labels with profiles, of cases without other findings.
     """
 
     def __init__(self, labels: Sequence[LabelShape]) -> None:
@@ -104,7 +104,7 @@ class BorderModel:
         return measured
 
     def deviate(self, profiles: np.ndarray) -> np.ndarray:
-        """Return the robust deviations of profiles; 0 for those at least as usual as the median case's."""
+        """Return the robust deviations of profiles; 0 for profiles at least as typical as the median case's."""
         return np.nan_to_num((self._measure(profiles) - self._middle) / self._width, nan=MOST_DEVIATION).clip(0)
 
     def rate(self, label: LabelShape) -> np.ndarray:
@@ -166,7 +166,7 @@ def report_displaced_labels(facts: Sequence[ComparedCase], found: Sequence[Findi
 def _list_misplaced(
     cases: Sequence[Case], labels: Sequence[LabelShape], model: BorderModel, is_sound: np.ndarray
 ) -> list[Finding]:
-    """Remark on labels that fit much better after a move; on none if more than a tenth do."""
+    """Remark on labels that fit much better after a move, unless more than a tenth of the labels do."""
     moves = MOVES[1:]
     rates = np.array([model.rate(label) for label in labels])
     costs = rates[:, 1:] - rates[:, :1]
@@ -196,7 +196,7 @@ def _describe(move: Move, label: LabelShape) -> str:
     if move.kind == "mirror":
         return f"fits much better when mirrored {AXES[move.axis]}"
     towards = DIRECTIONS[move.axis][0 if move.step > 0 else 1]
-    return f"fits much better about {abs(move.step) * label.steps[move.axis]} voxels further {towards}"
+    return f"fits much better when shifted about {abs(move.step) * label.steps[move.axis]} voxels towards the {towards}"
 
 
 def _list_exchanged(

@@ -1,6 +1,6 @@
-"""Read cases fully, and check them: a training prepares these volumes, so no file is decompressed twice.
+"""Read cases fully, and check them; a training prepares these volumes, so no file is decompressed twice.
 
-All faults of many cases are named at once, in sentences.
+The faults of all cases are reported at once, each in one sentence.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ from volseg.formatting import list_some
 from volseg.parallel.processes.progress import report_progress
 
 LABEL_VALUES = {"label-undeclared", "label-fractions"}
-"""Kinds of findings for an image in place of a label."""
+"""Kinds of findings that an image in place of a label causes."""
 
 NO_VALUES = {"not-finite", "constant"}
 """Kinds of problems after which an image is not compared with label maps."""
@@ -49,7 +49,7 @@ class CheckedCase:
     """Findings that make the case unusable."""
     remarks: tuple[Finding, ...] = ()
     digest: str | None = None
-    """Digest of the image's voxels, for any file name and format; None without an image."""
+    """Digest of the image's voxels, whatever the file's name and format; None without an image."""
     label_digest: str | None = None
     fingerprint: str = ""
     """Digest that changes with any voxel of image and label, and with the place of either in the patient."""
@@ -68,8 +68,8 @@ def check_case(case: Case, task: Task) -> list[Finding]:
 def read_case(case: Case, task: Task, *, digests: bool = True) -> CheckedCase:
     """Read a case fully, and check it.
 
-    Any error with a case is a problem of that case, so that no error hides others. Digests of a large image take as
-    long as reading it, and a prediction needs none.
+    Any error is reported as a problem of the case, so that no error hides others. The digest of a large image takes as
+    long as reading it, and a prediction does not need it.
     """
     found: list[Finding] = []
     volumes: dict[str, MetaTensor] = {}
@@ -100,7 +100,7 @@ def read_case(case: Case, task: Task, *, digests: bool = True) -> CheckedCase:
     return CheckedCase(
         case={**case, **volumes},
         problems=tuple(finding for finding in found if finding.severity == "bad"),
-        # A label shares remarks with its image: both have one grid, and its oddities.
+        # Image and label share a grid, so an equal remark about both counts once.
         remarks=tuple({(one.kind, one.message): one for one in reversed(looks)}.values())[::-1],
         digest=found_digests.get("image"),
         label_digest=found_digests.get("label"),
@@ -126,8 +126,8 @@ def _read_field(
     except DataError as fault:
         return bad(_name_fault(fault, files), str(fault))
     except MemoryError:
-        return bad("no-memory", f"{named} needs more memory to be checked than there is; crop or resample it")
-    except Exception as fault:  # such as torch's RuntimeError for lack of memory
+        return bad("no-memory", f"{named} needs more memory for the check than is free; crop or resample it")
+    except Exception as fault:  # such as torch's RuntimeError if memory runs out
         message = f"{named} cannot be checked ({type(fault).__name__}: {fault})".partition("\n")[0]
         return bad("unreadable", f"{message}; leave it out")
     return volume, [_describe(case, name, fault) for fault in faults]
@@ -152,17 +152,17 @@ def _describe(case: Case, name: str, fault: Fault) -> Finding:
 def _compare_fields(
     case: Case, task: Task, volumes: Mapping[str, MetaTensor], digests: Mapping[str, str], found: list[Finding]
 ) -> list[Finding]:
-    """Return the findings; a comparison of image and label replaces the findings of each by itself."""
+    """Return the findings; a mix-up of image and label replaces the findings that it explains."""
     image, label = volumes.get("image"), volumes.get("label")
     if image is not None and label is not None:
         if fault := check_label_place(image, label):
             found = [*found, _describe(case, "label", fault)]
         others = [finding for finding in found if finding.kind not in LABEL_VALUES]
         if digests and digests["image"] == digests["label"]:
-            text = "holds the same voxels as its image; name the image's own file, and the label's"
+            text = "contains the same voxels as its image; name two different files"
             return [*others, _describe(case, "label", Fault("image-is-label", text))]
         if len(others) < len(found) and holds_labels_only(image.as_tensor(), task):
-            text = "holds values of labels alone, and its label others; name them the other way round"
+            text = "contains only label values, but its label contains others; name them the other way round"
             return [*others, _describe(case, "image", Fault("swapped", text))]
     if image is None or any(finding.kind in NO_VALUES for finding in found):
         return found
@@ -186,11 +186,11 @@ def _fingerprint(digests: Mapping[str, str], volumes: Mapping[str, MetaTensor]) 
 
 
 BYTES_PER_STORED = 12
-"""Memory of reading and checking per byte of voxels: stored, as float32 in two orders, and masks (uint8: 11.7)."""
+"""Memory for reading and checking, per stored byte: voxels, float32 copies in two orders, masks (uint8: 11.7)."""
 
 
 def expect_bytes(case: Case) -> int:
-    """Return the approximate memory for reading a case, judged only by its files."""
+    """Return the approximate memory for reading a case, estimated from the sizes of its files."""
     return BYTES_PER_STORED * sum(map(_stored_bytes, list_case_files(case)))
 
 
@@ -213,7 +213,7 @@ def check_cases(
 ) -> list[Finding]:
     """Check all cases; an empty list means that all are usable.
 
-    `check_task` also finds the faults that only the whole data set shows.
+    `check_task` also finds the faults that only a comparison of cases shows.
 
     Parameters
     ----------
@@ -274,7 +274,7 @@ def group_equal_images(digests: Iterable[tuple[Case, str]]) -> list[list[Case]]:
 
 
 def remark_on_same_images(digests: Iterable[tuple[Case, str]]) -> list[Finding]:
-    """Remark on images that exist under several names."""
+    """Remark on images that several cases share."""
     remarks = []
     for first, *rest in group_equal_images(digests):
         crosses = any(("label" in first) != ("label" in case) for case in rest)
@@ -287,7 +287,7 @@ def remark_on_same_images(digests: Iterable[tuple[Case, str]]) -> list[Finding]:
 def refuse_held_out(
     digests: Iterable[tuple[Case, str]], validation: Container[str], where: str = ""
 ) -> dict[str, list[Finding]]:
-    """Return problems of training cases whose image also validates: the network would have memorised it.
+    """Return problems of training cases whose image is also in validation: the network would have memorised it.
 
     Parameters
     ----------
@@ -304,15 +304,15 @@ def refuse_held_out(
         for case in same if held_out else ():
             if case["case"] not in validation:
                 message = (
-                    f"{name_files(case['image'])} holds the same voxels as the validation case {held_out[0]}{where}; "
-                    "keep one of them, or both on one side of the split"
+                    f"{name_files(case['image'])} contains the same voxels as the validation case {held_out[0]}"
+                    f"{where}; keep one of them, or put both on the same side of the split"
                 )
                 refused[case["case"]] = [Finding.of(case, "leak", message)]
     return refused
 
 
 def report_leaks(digests: Sequence[tuple[Case, str]], splits: Sequence[Split]) -> list[Finding]:
-    """Return a problem of each case that trains in a fold in which its image validates."""
+    """Return a problem for each case that trains in a fold in which its image validates."""
     found: dict[str, Finding] = {}
     for number, split in enumerate(splits):
         leaks = refuse_held_out(digests, set(split.validation), f" of fold {number}")

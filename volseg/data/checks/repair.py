@@ -1,11 +1,11 @@
 """Write a corrected copy of a data set: safe repairs only, and a record of them.
 
-Three faults are repaired: a label whose place differs from its image's by rounding, that has no place, or whose axes
-have another order; label values within a thousandth of integers; and a qform that disagrees with the sform, by the rule
-of the readers. All other faults need a person who knows the patient: the value for a NaN, the meaning of an undeclared
-value, the right name of two equal images.
+Four faults are repaired: a label that has no place, another order of axes, or a place that differs from its image's by
+rounding; label values within a thousandth of integers; a qform that disagrees with the sform, which the readers use;
+and equal cases in training and in validation, of which the first is kept. All other faults need a person who knows the
+patient: the value for a NaN, the meaning of an undeclared value, the right name of two equal images.
 
-The copy is a task in MSD's layout with its own files. A later edit would write through links, and change the original.
+The copy is a task in MSD's layout with its own files: through links, a later edit would change the original.
 The copy appears under its name once it is complete, and every repaired case has been read again.
 """
 
@@ -45,37 +45,38 @@ ROUNDED_VOXELS = 0.25
 FORMS = {"mirrored", "forms-disagree"}
 PLACES = {"affine", "label-fractions", "label-reordered"}
 DETACHED = {".mhd": ".mha", ".nhdr": ".nrrd"}
-"""Headers with voxels in a second file, and the suffix of the format that holds both in one."""
+"""Suffixes of headers with voxels in a second file, and of the formats that store both in one file."""
 
 RECORD = "repaired.json"
 SPLITS = "splits.json"
-"""File for the folds of a table, which the layout of the copy cannot hold."""
+"""File for the folds of a table, which the layout of the copy cannot store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairedTask:
-    """A corrected copy, and its record."""
+    """A corrected copy, and the record of its repairs."""
 
     root: Path
     repaired: tuple[dict[str, str], ...]
-    """``case``, ``file`` (of the copy), ``kind`` and ``done``."""
+    """``case``, ``file`` (of the copy), ``kind`` and ``done`` of each repair."""
     left_out: tuple[str, ...]
     """Ids of bad cases that could not be repaired and were left out."""
     kept_bad: tuple[str, ...]
-    """Ids of such cases that were copied unchanged."""
+    """Ids of bad cases that were copied unchanged."""
     splits: Path | None = None
     """File of the folds, if the data set defines folds."""
 
     def lines(self) -> list[str]:
-        """Return a report in lines."""
+        """Return the lines of a report."""
         cases = {row["case"] for row in self.repaired}
         told = [f"repaired  {row['case']}  {row['kind']}  {row['file']}: {row['done']}" for row in self.repaired]
-        told += [f"left out  {name}" for name in self.left_out] + [f"copied as it is  {name}" for name in self.kept_bad]
+        told += [f"left out  {name}" for name in self.left_out]
+        told += [f"copied unchanged  {name}" for name in self.kept_bad]
         if self.splits is not None:
-            told.append(f"the folds of the table are in {self.splits}: name it by split.file, else others are made")
+            told.append(f"the folds of the table are in {self.splits}; set split.file to it, or other folds are used")
         return [
             *told,
-            f"{self.root} holds the corrected copy: {len(cases)} case(s) repaired, {len(self.left_out)} left out",
+            f"{self.root} is the corrected copy: {len(cases)} case(s) repaired, {len(self.left_out)} left out",
         ]
 
 
@@ -116,7 +117,7 @@ def repair_task(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """Result of a case."""
+    """Result of copying a case."""
 
     case: Case | None
     """The case with its files in the copy; None if it was left out."""
@@ -128,9 +129,9 @@ def _require_free(target: Path, task: Task) -> None:
     source = Path(os.path.realpath(task.root))
     real = Path(os.path.realpath(target))
     if real.is_relative_to(source) or source.is_relative_to(real):
-        raise DataError(f"{target} lies in {task.root} or above it; name a folder beside it for the corrected copy")
+        raise DataError(f"{target} is inside {task.root} or contains it; choose another folder for the corrected copy")
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise DataError(f"{target} is there and not empty; name a new folder for the corrected copy")
+        raise DataError(f"{target} exists and is not an empty folder; name a new folder for the corrected copy")
 
 
 def _write_cases(check: TaskCheck, root: Path, keep_bad: bool, workers: int | None) -> list[_Outcome]:
@@ -158,7 +159,7 @@ def _write_case(
     is_bad = bool(bad) and label is None
     sources = {name: list_files(case[name]) for name in ("image", "label") if name in case}
     files = [file for several in sources.values() for file in several]
-    # For a bad case in two files it is unknown which parts belong together.
+    # It is unknown which voxel file belongs to the header of a bad case.
     if is_bad and not (keep_bad and all(file.exists() and file.suffix not in DETACHED for file in files)):
         return _Outcome(case=None, is_bad=True)
     name, done = case["case"], list[dict[str, str]]()
@@ -193,11 +194,11 @@ def _require_repaired(copied: Case, task: Task, kinds: set[str]) -> None:
     checked = read_case(copied, task)
     left = [finding for finding in (*checked.problems, *checked.remarks) if finding.kind in kinds]
     if left:
-        raise DataError(f"the correction did not help: {left[0]}; correct the file by hand, and report it")
+        raise DataError(f"the correction failed: {left[0]}; correct the file by hand, and report this as a bug")
 
 
 def _repair_label(case: Case, task: Task) -> MetaTensor | None:
-    """Return the label on its image's grid and with integers if that needs no guess; else None."""
+    """Return the label on its image's grid with integer values if that needs no guess; else None."""
     image = read_volume(case["image"])
     label = read_label(case["label"], image, task)
     voxels = label.as_tensor().round()
@@ -243,7 +244,7 @@ def _write_label(label: MetaTensor, path: Path) -> None:
 def _align_forms(file: Path) -> list[str]:
     """Make the qform of a copied NIfTI file agree with its sform; return the kinds of the repaired faults.
 
-    Only the header is written again: the voxels keep their bytes.
+    Only the header is rewritten; the bytes of the voxels do not change.
     """
     found = [fault.kind for fault in check_grid(read_volume(file)) if fault.kind in FORMS]
     if found:
@@ -267,14 +268,14 @@ def _set_qform(header: Any, sform: np.ndarray, code: int) -> None:
 
 
 def _write_manifests(check: TaskCheck, root: Path, outcomes: Sequence[_Outcome], target: Path) -> RepairedTask:
-    """Write the task's ``dataset.json``, and the record of repairs beside it."""
+    """Write the task's ``dataset.json``, and the record of repairs next to it."""
     task = check.task
     cases = [outcome.case for outcome in outcomes if outcome.case is not None]
     training, test = (
         [_enter(case, task, root) for case in cases if ("label" in case) is wanted] for wanted in (True, False)
     )
     if not training:
-        raise DataError(f"no case of {task.name} is left to train on; correct the files that the check names by hand")
+        raise DataError(f"no training case of {task.name} is left; correct the files that the check lists by hand")
     declared: dict[str, Any] = {
         "name": task.name,
         "modality": {str(index): name for index, name in enumerate(task.modalities)},
@@ -310,7 +311,7 @@ def _write_splits(splits: Sequence[Split], kept: Set[str], path: Path) -> None:
 
 
 def _enter(case: Case, task: Task, root: Path) -> dict[str, Any]:
-    """Return a case's entry in the manifest, with the data set's other facts, such as its patient."""
+    """Return a case's entry in the manifest, with its other columns, such as its patient."""
     columns = {name: of[case["case"]] for name, of in task.columns.items() if of.get(case["case"])}
     images = [str(file.relative_to(root)) for file in list_files(case["image"])]
     entry: dict[str, Any] = {**columns, "case": case["case"], "image": images[0] if len(images) == 1 else images}

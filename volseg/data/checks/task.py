@@ -1,7 +1,7 @@
-"""Check a whole data set: each file once, in parallel; a verdict per case; a table and JSON.
+"""Check a whole data set: read each file once, in parallel, and report a verdict per case as a table and as JSON.
 
-Only the facts of a case are kept. No more cases are read at a time than memory holds, by the size of the largest: a CT
-of 512 x 512 x 700 voxels takes 4 GiB during the read.
+Only the facts of a case are kept. The size of the largest case and the free memory limit how many cases are read at
+once: reading a CT of 512 x 512 x 700 voxels takes 4 GiB.
 """
 
 import json
@@ -43,14 +43,14 @@ JSON_FORMAT = "volseg data check, 1"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskCheck:
-    """Findings in a data set."""
+    """Findings and facts of a checked data set."""
 
     task: Task
     cases: tuple[Case, ...]
     findings: tuple[Finding, ...]
     facts: tuple[ComparedCase, ...]
     equal: tuple[tuple[str, ...], ...] = ()
-    """Ids of labelled cases with equal images and equal labels."""
+    """Groups of ids of labelled cases with equal images and equal labels."""
 
     @property
     def problems(self) -> list[Finding]:
@@ -59,7 +59,7 @@ class TaskCheck:
 
     @property
     def remarks(self) -> list[Finding]:
-        """Findings to look at."""
+        """Findings that may be intended, but should be checked."""
         return [finding for finding in self.findings if finding.severity == "look"]
 
     @property
@@ -95,7 +95,7 @@ class TaskCheck:
         return [*align_columns(rows), f"{usable} ({counts['ok']} ok, {counts['look']} to look at, {counts['bad']} bad)"]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all results as values for JSON; the page on data documents its shape."""
+        """Return all results as values for JSON; ``docs/data-check.md`` documents the format."""
         verdicts = self.verdicts
         return {
             "format": JSON_FORMAT,
@@ -121,7 +121,7 @@ class TaskCheck:
 
 
 def _list_problems(problems: Sequence[Finding]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield a row for each message without its file, with the names of the first cases."""
+    """Yield a row for each message, whatever its file, with the names of the first cases."""
     alike: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in problems:
         alike[finding.kind, finding.message.replace(str(finding.file), "").strip()].append(finding)
@@ -141,7 +141,7 @@ def check_task(
     workers: int | None = None,
     progress: Callable[[], object] | None = None,
 ) -> TaskCheck:
-    """Read every file of a data set once; return the faults of each case, and of all together.
+    """Read every file of a data set once; return the faults of each case and of the whole data set.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def check_task(
         Splits in which no image may both train and validate; by default the data set's own, else nnU-Net's five folds,
         which keep the cases of a patient together.
     group : str, optional
-        Rule for the patient of each case, as ``split.group``; by default from the data set's hints.
+        Rule for the patient of each case, as ``split.group``; by default, hints in the data set decide.
     workers, progress
         As for `check_cases`.
     """
@@ -226,7 +226,7 @@ def check_patients(
         Finding(
             cut.training,
             files[cut.training],
-            f"is of patient {cut.patient}, and so is {cut.validation}, which validates in fold {cut.fold}",
+            f"patient {cut.patient}, like {cut.validation}, which validates in fold {cut.fold}",
             "patient-cut",
         )
         for cut in list_split_patients(splits, groups or {})

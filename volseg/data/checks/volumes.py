@@ -1,4 +1,4 @@
-"""Find faults that one image or label map shows: its grid, and its values."""
+"""Find faults in the grid and the values of one image or label map."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ from volseg.data.cases import Case, Task
 from volseg.transforms.grid import MISPLACED_VOXELS, Grid
 
 FINEST_SPACING, COARSEST_SPACING = 0.01, 50.0
-"""Bounds of voxel sides (mm) in a patient's volume: beyond them, micrometres or metres were taken for mm."""
+"""Bounds of voxel sides (mm) in a patient's volume: larger or smaller sides are in other units."""
 
 LARGEST_EXTENT = 5000.0
 """Largest extent along an axis (mm)."""
@@ -31,27 +31,27 @@ MOST_COUNTED = 1 << 15
 """Values of a label map up to this are counted in a table; larger values are sorted."""
 
 MOST_FRACTIONS = 5
-"""Most values that are not integers in a message."""
+"""Most values that a message lists."""
 
 ROUNDED_VALUE = 1e-3
-"""Largest distance of a label's values from an integer that counts as rounding."""
+"""Largest distance of a label's values from integers that counts as rounding."""
 
 MOST_LABELS, LEAST_AGREEMENT = 256, 0.6
-"""Most values of a label map, and its least agreement. Images of 8 bits have a tenth, noise of two values a half, the
-hippocampus three quarters."""
+"""Most values of a label map, and its smallest agreement. The agreement is a tenth in 8-bit images, a half in noise of
+two values, and three quarters in labels of the hippocampus."""
 
 FEWEST_PAIRS = 200
-"""Pairs of neighbours that an agreement needs: two lesions of one voxel each are not noise."""
+"""Fewest pairs of neighbours for an agreement: two lesions of one voxel each are not noise."""
 
 COMPARED_VOXELS = 1 << 22
-"""About how many voxels are compared with their neighbours."""
+"""Approximate number of voxels that are compared with their neighbours."""
 
 SAME_SPACING = 0.01
-"""Relative difference up to which two spacings count as one, rounded."""
+"""Largest relative difference of two spacings that counts as rounding."""
 
 
 class Fault(NamedTuple):
-    """A kind of finding, and its text; a sentence about the file if bad."""
+    """A kind of finding, and its text; for a bad kind, a sentence whose subject is the file."""
 
     kind: str
     text: str
@@ -60,10 +60,10 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelValues:
-    """The values of a label map."""
+    """Values of a label map."""
 
     counts: dict[int, int]
-    """Voxels of each value, rounded."""
+    """Number of voxels of each rounded value."""
     fractions: tuple[float, ...] = ()
     """The lowest values that are not integers."""
     num_fractions: int = 0
@@ -73,7 +73,7 @@ class LabelValues:
 
 
 def check_grid(volume: MetaTensor) -> Iterator[Fault]:
-    """Yield faults of a volume's place."""
+    """Yield faults of a volume's grid."""
     shape, sform = tuple(volume.shape[1:]), volume.affine.numpy()
     spacing = np.linalg.norm(sform[:3, :3], axis=0)
     extent = spacing * shape
@@ -81,8 +81,8 @@ def check_grid(volume: MetaTensor) -> Iterator[Fault]:
         yield Fault(
             "size",
             f"has voxels of {_list_lengths(spacing)} mm and an extent of {_list_lengths(extent)} mm; needed: sides of "
-            f"{FINEST_SPACING:g} to {COARSEST_SPACING:g} mm and less than {LARGEST_EXTENT:g} mm in all; correct the "
-            "spacing in the header, or its unit",
+            f"{FINEST_SPACING:g} to {COARSEST_SPACING:g} mm, and less than {LARGEST_EXTENT:g} mm along each axis; "
+            "correct the spacing in the header, or its unit",
         )
     if 1 in shape:
         yield Fault("single-slice", f"{shape} voxels")
@@ -92,7 +92,7 @@ def check_grid(volume: MetaTensor) -> Iterator[Fault]:
 
 
 def _compare_forms(sform: np.ndarray, qform: np.ndarray, shape: Sequence[int]) -> Iterator[Fault]:
-    if not np.isfinite(qform).all():  # damaged; this package does not use it
+    if not np.isfinite(qform).all():  # damaged; the readers do not use it
         return
     corners = np.array([(*corner, 1) for corner in product(*((0, side - 1) for side in shape))]).T
     distance = np.linalg.norm(((sform - qform) @ corners)[:3], axis=0).max()
@@ -114,7 +114,7 @@ def check_image_voxels(image: MetaTensor, task: Task) -> Iterator[Fault]:
         yield Fault(
             "channels",
             f"has {len(channels)} channel(s){series}, but the task declares {task.num_channels} "
-            f"({', '.join(task.modalities)}); correct the file, or what the task declares",
+            f"({', '.join(task.modalities)}); correct the file, or the channels of the task",
         )
     if fault := _check_finite(channels):
         yield fault
@@ -138,7 +138,7 @@ def check_label_voxels(label: MetaTensor, values: LabelValues | None, task: Task
     """Yield faults of a label map's voxels; ``values`` is the result of `count_values`."""
     voxels = label.as_tensor()
     if len(voxels) != 1:
-        text = f"has {len(voxels)} channels; a label map needs one, with a number per structure"
+        text = f"has {len(voxels)} channels; a label map needs one channel, with one integer per structure"
         yield Fault("label-channels", text)
     if values is None:
         fault = _check_finite(voxels)
@@ -153,12 +153,12 @@ def check_label_voxels(label: MetaTensor, values: LabelValues | None, task: Task
         count = sum(values.counts[value] for value in unknown)
         yield Fault(
             "label-undeclared",
-            f"holds {_list_values(unknown[:MOST_FRACTIONS], len(unknown))} in {count} voxel(s), but the task declares "
-            f"{sorted(declared)}; correct the label map or declare the value",
+            f"contains {_list_values(unknown[:MOST_FRACTIONS], len(unknown))} in {count} voxel(s), but the task "
+            f"declares {sorted(declared)}; correct the label map or declare the value",
         )
     structures = values.counts.keys() - {0, task.ignore}
     if not structures:
-        yield Fault("label-empty", "the rest is to be ignored" if task.ignore in values.counts else "")
+        yield Fault("label-empty", "all other voxels are ignored" if task.ignore in values.counts else "")
     labelled = task.labelled(case)
     if labelled is not None and (extra := sorted((structures & declared) - {*labelled})):
         yield Fault("label-not-looked-for", _list_values(extra, len(extra)))
@@ -168,13 +168,13 @@ def _describe_fractions(voxels: Tensor, values: LabelValues) -> str:
     found = _list_values(values.fractions, values.num_fractions)
     if values.farthest <= ROUNDED_VALUE:
         return (
-            f"holds values that are not integers ({found}), {values.farthest:.1g} off at most, as by a scale factor; "
-            "round them, for example by `volseg data check --fix`"
+            f"contains values that differ from integers ({found}) by {values.farthest:.1g} at most, probably due to "
+            "a scale factor; round them, for example with `volseg data check DATA_SET --fix DIR`"
         )
-    probabilities = " of a probability map" if voxels.min() >= 0 and voxels.max() <= 1 else ""
+    probabilities = ", as in a probability map" if voxels.min() >= 0 and voxels.max() <= 1 else ""
     return (
-        f"holds values{probabilities} that are not integers ({found}); it was probably resampled linearly; export it "
-        "again with nearest neighbours"
+        f"contains values that are not integers ({found}){probabilities}; it was probably resampled linearly; export "
+        "it again with nearest-neighbour interpolation"
     )
 
 
@@ -205,10 +205,10 @@ def count_values(voxels: Tensor) -> LabelValues | None:
 
 
 def holds_labels_only(image: Tensor, task: Task) -> bool:
-    """Return whether every voxel has a declared value, and several values occur, as in a label map."""
+    """Return whether every voxel has a declared value, and more than one value occurs, as in a label map."""
     declared = torch.tensor(task.file_values, dtype=image.dtype)
     for piece in image.flatten().split(PIECE_VOXELS):
-        # A few voxels decide for nearly every image.
+        # The first voxels already rule out nearly every image.
         if not torch.isin(piece[:1000], declared).all() or not torch.isin(piece, declared).all():
             return False
     lowest, highest = image.aminmax()
@@ -216,7 +216,7 @@ def holds_labels_only(image: Tensor, task: Task) -> bool:
 
 
 def resembles_labels(image: Tensor) -> bool:
-    """Return whether a volume holds few integers, mostly next to equal ones, as label maps of any task do."""
+    """Return whether a volume contains few different integers, mostly next to equal ones, like a label map."""
     channel = image[0]
     middle = channel[channel.shape[0] // 2]
     lowest, highest = (float(bound) for bound in channel.aminmax())
@@ -231,8 +231,8 @@ def resembles_labels(image: Tensor) -> bool:
 def measure_agreement(labels: np.ndarray) -> float:
     """Return the share of neighbours with equal values, among pairs with at least one labelled voxel.
 
-    Neighbours share a plane along the first axis; in a large volume some planes are compared. NaN if there are fewer
-    than `FEWEST_PAIRS`.
+    Neighbours share a plane along the first axis; in a large volume only some planes are compared. NaN if there are
+    fewer than `FEWEST_PAIRS`.
     """
     planes = labels[:: -(-labels.size // COMPARED_VOXELS)]
     pairs = same = 0
@@ -244,7 +244,7 @@ def measure_agreement(labels: np.ndarray) -> float:
 
 
 def check_label_place(image: MetaTensor, label: MetaTensor) -> Fault | None:
-    """Return the fault of a label's place on its image's voxels, or None."""
+    """Return the fault of a label whose grid differs from its image's, or None."""
     grid, other = Grid.of(image), Grid.of(label)
     misplaced = grid.fault_of(other, "image")
     if misplaced is None:
@@ -270,21 +270,21 @@ def _is_resampled(grid: Grid, other: Grid) -> bool:
 
 
 def _check_finite(voxels: Tensor) -> Fault | None:
-    # On a large image this takes a tenth of the time of `isfinite`; NaN and infinity show in both.
+    # On a large image `aminmax` takes a tenth of the time of `isfinite`; it returns any NaN or infinity.
     if all(math.isfinite(end) for end in map(float, voxels.aminmax())):
         return None
     bad = ~voxels.isfinite()
     first = tuple(int(index) for index in np.unravel_index(int(bad.flatten().byte().argmax()), bad.shape))
     return Fault(
         "not-finite",
-        f"holds {int(bad.sum())} voxel(s) that are NaN or infinite, the first at (c, i, j, k) = {first}; "
-        "replace them, for instance by the value of air",
+        f"contains {int(bad.sum())} NaN or infinite voxel(s), the first at (c, i, j, k) = {first}; "
+        "replace them, for instance with the value of air",
         first[0],
     )
 
 
 def _list_values(values: Sequence[float], count: int) -> str:
-    # All digits that float32 has: 1.0000001 is not an integer.
+    # With all digits of float32, if `:g` would round: 1.0000001 is not an integer.
     shown = ", ".join(
         f"{value:g}" if float(f"{value:g}") == value else str(np.float32(value)) for value in values[:MOST_FRACTIONS]
     )

@@ -1,7 +1,7 @@
 """Read data sets in their usual layouts: lists of MSD and nnU-Net, folders of pairs (nnU-Net's too), tables of paths.
 
-Each module reads one layout into the same `volseg.data.cases.Task`; `load_task` detects the layout. No later code
-depends on layouts.
+Each module reads one layout into the same `volseg.data.cases.Task`; `load_task` detects the layout. No other code
+depends on the layout.
 """
 
 import os
@@ -20,7 +20,7 @@ from volseg.files import require_text
 __all__ = ["find_task", "load_task"]
 
 OWN_FOLDERS = frozenset(name.casefold() for name in (*IMAGE_FOLDERS, *LABEL_FOLDERS, *TEST_FOLDERS))
-"""Folders inside a data set; the path of one may replace that of the data set."""
+"""Folders inside a data set; the path of one also names the data set."""
 
 
 def load_task(root: str | Path, *, require_files: bool = True) -> Task:
@@ -48,13 +48,13 @@ def load_task(root: str | Path, *, require_files: bool = True) -> Task:
         return load_listed(*manifest, require_files=require_files)
     if tables := list_tables(place):
         if len(tables) > 1:
-            raise DataError(f"{place} holds tables of cases: {', '.join(path.name for path in tables)}; name one")
+            raise DataError(f"{place} contains the tables {', '.join(path.name for path in tables)}; name one")
         return load_table(tables[0], require_files=require_files)
     if (arrangement := detect_arrangement(place)) is not None:
         return load_pairs(place, arrangement, manifest, require_files=require_files)
     raise DataError(
-        f"{place} lists no cases under 'training', and has no images with label maps; needed: imagesTr and labelsTr, "
-        "or pairs such as CASE.nii.gz and CASE_seg.nii.gz"
+        f"{place} has a manifest without cases under 'training', and no images with label maps; needed: imagesTr and "
+        "labelsTr, or pairs such as CASE.nii.gz and CASE_seg.nii.gz"
     )
 
 
@@ -67,13 +67,13 @@ def find_task(root: str | Path) -> Path:
     Raises
     ------
     DataError
-        If there is no data set, or there are several.
+        If there is no data set, or more than one.
     """
     root = Path(os.path.abspath(root))  # the folder's own name counts, so links are not resolved
     require_text(root, "a data set")
     if not root.exists():
         raise DataError(
-            f"{root} does not exist; name the TaskNN_Name folder of an MSD task, or another data set's"
+            f"{root} does not exist; name the folder of a data set, such as TaskNN_Name of the Decathlon"
             f"{suggest_path(root)}"
         )
     if root.name in MANIFESTS:
@@ -88,8 +88,8 @@ def find_task(root: str | Path) -> Path:
     if found := _search_near(root, lambda folder: folder.is_dir() and detect_arrangement(folder) is not None):
         return found
     raise DataError(
-        f"{root} is not a data set: there is no dataset.json in it, in a folder of it, or above it, and no images with "
-        f"label maps; needed: dataset.json beside imagesTr and labelsTr, folders called {IMAGE_FOLDERS[0]} and "
+        f"{root} is not a data set: neither it nor a folder in it has a dataset.json, or images with label maps; "
+        f"needed: dataset.json next to imagesTr and labelsTr, folders called {IMAGE_FOLDERS[0]} and "
         f"{LABEL_FOLDERS[0]}, pairs such as CASE.nii.gz and CASE_seg.nii.gz, or a table ({', '.join(TABLES)})"
     )
 
@@ -102,5 +102,5 @@ def _search_near(root: Path, is_data_set: Callable[[Path], bool]) -> Path | None
     children = [child for child in sorted(root.glob("*/")) if not child.name.startswith((".", "_"))]
     below = [folder for child in children for folder in (child, child / child.name) if is_data_set(folder)]
     if len(below) > 1:
-        raise DataError(f"{root} holds {len(below)} tasks: {', '.join(path.name for path in below)}; name one of them")
+        raise DataError(f"{root} contains {len(below)} data sets: {', '.join(path.name for path in below)}; name one")
     return below[0] if below else None

@@ -36,7 +36,7 @@ not.
 """
 
 COUNTS = ("numTraining", "numTest")
-"""Keys that are read by some layouts, and are similar to others."""
+"""Keys that only some layouts read, and that are similar to others."""
 
 NEAR = 0.8
 """Similarity (difflib's ratio) from which a key is a typing error: 'lables' has 0.83, 'numTest' for 'test' 0.73."""
@@ -72,12 +72,12 @@ def read_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     if not found:
         return None
     if len(found) > 1:
-        raise DataError(f"{folder} is described by {' and '.join(MANIFESTS)}; keep one of them")
+        raise DataError(f"{folder} contains both {' and '.join(MANIFESTS)}; keep one of them")
     [path] = found
     declared = read_json(path) if path.suffix == ".json" else _read_yaml(path)
     if not isinstance(declared, dict):
         kind = "a JSON object" if path.suffix == ".json" else "`key: value` lines"
-        raise DataError(f"{path} should hold {kind}, got {type(declared).__name__}")
+        raise DataError(f"{path} should contain {kind}, got {type(declared).__name__}")
     _refuse_slips(declared, path)
     return path, declared
 
@@ -112,12 +112,12 @@ def read_channel_names(declared: Mapping[str, Any], source: Path) -> tuple[str, 
     keys = [key for key in ("channel_names", "modality") if key in declared] or ["modality"]
     first, *others = [read_modalities(declared.get(key), source, key) for key in keys]
     if any(other != first for other in others):
-        raise DataError(f"{source}: 'channel_names' and 'modality' name other channels; keep one of them")
+        raise DataError(f"{source}: 'channel_names' and 'modality' name different channels; keep one of them")
     return first
 
 
 def read_modalities(declared: Any, source: Path, key: str = "modality") -> tuple[str, ...]:
-    """Return the channel names that ``source`` declares: {"0": "MRI"} in tasks, a list by some tools.
+    """Return the channel names that ``source`` declares: {"0": "MRI"} in tasks, or a list.
 
     Raises
     ------
@@ -127,7 +127,7 @@ def read_modalities(declared: Any, source: Path, key: str = "modality") -> tuple
     names = declared if isinstance(declared, list) and declared else _sort_by_number(declared, key, source)
     for number, name in enumerate(names):
         if not isinstance(name, str) or not name.strip():
-            raise DataError(f"{source}: {key!r} should give {number} a name, got {name!r}; reports go by names")
+            raise DataError(f"{source}: {key!r} should name channel {number}, got {name!r}; reports use the names")
     return tuple(name.strip() for name in names)
 
 
@@ -186,11 +186,11 @@ def read_regions(declared: Mapping[str, Any], source: Path) -> DeclaredLabels:
             f"{source} declares the labels {named}; needed: 0 for the background and at least one structure"
         )
     if doubled := list_duplicates(named.values()):
-        raise DataError(f"{source} gives the name {doubled[0]!r} to several labels; metrics are reported by name")
+        raise DataError(f"{source} gives the name {doubled[0]!r} to several labels; metrics need unique names")
     for name, values in regions.items():
         if strange := sorted(set(values) - (named.keys() - {0})):
             raise DataError(
-                f"{source}: the region {name!r} holds {strange}; needed: declared values of structures, that is of "
+                f"{source}: the region {name!r} contains {strange}; needed: values of declared structures, here "
                 f"{sorted(named.keys() - {0})}"
             )
     painted = _paint(regions, declared.get("regions_class_order"), source)
@@ -204,7 +204,7 @@ def _list_pairs(entries: Mapping[Any, Any], source: Path) -> list[tuple[str, tup
         pairs = [(name, value) for value, name in pairs]
     for name, values in pairs:
         if not isinstance(name, str) or not name.strip():
-            raise DataError(f"{source}: 'labels' should give {values} a name, got {name!r}; reports go by names")
+            raise DataError(f"{source}: 'labels' should name {values}, got {name!r}; reports use the names")
     return [(name.strip(), _as_values(values, name, source)) for name, values in pairs]
 
 
@@ -214,40 +214,39 @@ def _as_values(value: Any, name: str, source: Path) -> tuple[int, ...]:
         raise DataError(f"{source}: the region {name!r} has no values")
     found = tuple(_as_value(one, name, source) for one in listed)
     if doubled := list_duplicates(map(str, found)):
-        raise DataError(f"{source}: the region {name!r} names the value {doubled[0]} twice")
+        raise DataError(f"{source}: the region {name!r} lists the value {doubled[0]} twice")
     return found
 
 
 def _as_value(value: Any, name: object, source: Path) -> int:
-    """Return a value of label maps; nnU-Net also takes digits for a number."""
+    """Return a value of label maps as an integer; like nnU-Net, accept a string of digits."""
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST_VALUE:
         raise DataError(
-            f"{source}: the label {name!r} should have an integer from 0 to {LARGEST_VALUE} for its value, got "
-            f"{value!r}"
+            f"{source}: the value of the label {name!r} should be an integer from 0 to {LARGEST_VALUE}, got {value!r}"
         )
     return value
 
 
 def _read_ignore(declared: Any, named: Mapping[int, str], source: Path) -> int | None:
-    """Return the value to ignore: the value of that name, or the value of a separate key."""
+    """Return the value to ignore, from the label ``ignore`` or the key ``ignore``."""
     called = [value for value, name in named.items() if name == IGNORE]
     if declared is None:
         ignore = called[0] if called else None
     else:
         ignore = _as_value(declared, IGNORE, source)
         if called and called != [ignore]:
-            raise DataError(f"{source} ignores {ignore}, and calls {called[0]} {IGNORE!r}; keep one of them")
+            raise DataError(f"{source} ignores {ignore}, but gives {called[0]} the name {IGNORE!r}; keep one of them")
         if not called and ignore in named:
-            raise DataError(f"{source} ignores {ignore}, which is the label {named[ignore]!r}; they need another value")
+            raise DataError(f"{source} ignores {ignore}, which is the label {named[ignore]!r}; use another value")
     if ignore == 0:
         raise DataError(f"{source} ignores 0, which is the background; ignored voxels need a value of their own")
     return ignore
 
 
 def _read_own_regions(entries: Any, named: Mapping[int, str], source: Path) -> dict[str, tuple[int, ...]]:
-    """Return the regions of a separate key; their members may be names."""
+    """Return the regions of the key ``regions``; their members may be names."""
     if not isinstance(entries, dict) or not all(isinstance(name, str) and name.strip() for name in entries):
         raise DataError(f"{source}: 'regions' should map names to the labels that belong to each, got {entries!r}")
     by_name = {name: value for value, name in named.items()}
@@ -291,9 +290,9 @@ def _require_seen(painted: Mapping[str, tuple[int, ...]], source: Path) -> None:
         seen = [name for name, values in painted.items() if painted[last][0] in values]
         if seen != inside:
             raise DataError(
-                f"{source}: voxels of {value} lie in the regions {', '.join(inside)}, but {last!r}, the last of these, "
-                f"is painted over them with {painted[last][0]}, which lies in {', '.join(seen)}: predictions would not "
-                f"show the difference. List regions from the largest to the smallest, or add one of {value} alone"
+                f"{source}: voxels of {value} are in the regions {', '.join(inside)}, but {last!r}, the last of these, "
+                f"is painted over them with {painted[last][0]}, which is in {', '.join(seen)}: predictions could not "
+                f"show the difference. List regions from the largest to the smallest, or add a region of only {value}"
             )
 
 
@@ -315,10 +314,10 @@ def read_labelled(declared: Any, labels: Mapping[int, str], where: str) -> tuple
         value = int(member) if digits else by_name.get(member, member)
         if isinstance(value, bool) or value not in structures:
             known = did_you_mean(str(member), [*structures.values(), *map(str, structures)])
-            raise DataError(f"{where}: 'labelled' holds {member!r}, which is not a structure of the task; {known}")
+            raise DataError(f"{where}: 'labelled' contains {member!r}, which is not a structure of the task; {known}")
         found.append(value)
     if not found:
-        raise DataError(f"{where}: 'labelled' names no label; leave it out where all were looked for")
+        raise DataError(f"{where}: 'labelled' names no label; leave it out if all labels were annotated")
     return tuple(sorted(set(found)))
 
 
@@ -362,7 +361,7 @@ def make_task(
     cases
         Cases to train on and to predict, as `sort_cases` returns them.
     columns
-        Further facts about the cases, beside those in the manifest.
+        Further facts about the cases, in addition to those in the manifest.
     """
     training, test = cases
     return Task(

@@ -1,7 +1,7 @@
-"""List the cases of a data set, as ``dataset.json`` describes them, and check the list, for every layout.
+"""Read the cases that ``dataset.json`` lists, and check the list of cases of every layout.
 
 In MSD's layout the file lists the files of each case. The reader tolerates differences of the ten real tasks (a count
-that is off by one, misspelt keys, strings beside dicts, blanks, macOS' ``._`` files). It is strict about errors that
+that is off by one, misspelt keys, strings next to dicts, blanks, macOS' ``._`` files). It is strict about errors that
 would spoil a training: labels, channels, ids and files. nnU-Net's first version writes the same list, for images stored
 as ``CASE_0000.nii.gz``, ``CASE_0001.nii.gz`` ... The folders of its second version are read as pairs
 (`volseg.data.layouts.pairs`); a list of files under ``dataset`` is refused.
@@ -72,7 +72,8 @@ def sort_cases(
         require_text([case["case"], *list_case_files(case)], f"a case of {source} or a file of it")
     if not training:
         raise DataError(
-            f"{source} declares no training cases; needed: 'training': [{{'image': ..., 'label': ...}}, ...]"
+            f"{source} lists no training cases; needed: at least one with image and label, in a table a row without "
+            "'test' under 'split', in dataset.json 'training': [{'image': ..., 'label': ...}, ...]"
         )
     if doubled := list_duplicates(case["case"] for case in [*training, *test]):
         raise DataError(
@@ -83,7 +84,7 @@ def sort_cases(
     if absent:
         shown = list_some([str(_shorten(path, source)) for path in absent])
         raise DataError(
-            f"{source} declares {len(absent)} absent file(s): {shown}; fetch them, or take the cases out of the list"
+            f"{source} lists {len(absent)} file(s) that do not exist: {shown}; fetch them, or remove their cases"
         )
     return tuple(training), tuple(_drop_absent(test, source))
 
@@ -104,14 +105,14 @@ def require_id(name: str, where: str) -> str:
         is_plain, length = False, 0
     if not name or not is_plain or length > LONGEST_NAME:
         raise DataError(
-            f"{where} calls a case {name[:40]!r}; needed: a name that a file can have, without slashes, of "
-            f"{LONGEST_NAME} bytes at most"
+            f"{where} calls a case {name[:40]!r}; needed: a valid file name of at most {LONGEST_NAME} bytes, without "
+            "slashes and without a dot in front"
         )
     return name
 
 
 def join_inside(folder: Path, text: str, where: str) -> Path:
-    """Join a declared path to the data set's folder; it must stay inside (links inside may lead out)."""
+    """Join a declared path to the data set's folder; refuse a path out of it, except through a link in it."""
     path = split_path(text, where)
     if path.anchor or ".." in path.parts or not path.parts:
         raise DataError(f"{where} names {text.strip()!r}; needed: a path inside the task's folder, relative to it")
@@ -130,11 +131,11 @@ def split_path(text: str, where: str) -> PureWindowsPath:
     try:
         longest = max((len(os.fsencode(part)) for part in PureWindowsPath(text).parts), default=0)
     except UnicodeEncodeError:
-        raise DataError(f"{where} names {text!r}, which is not a valid name") from None
+        raise DataError(f"{where} names {text!r}, which is not a valid path") from None
     if longest > LONGEST_NAME or len(text) > LONGEST_PATH or "\0" in text:
         raise DataError(
-            f"{where} names {text[:40]!r}..., of {len(text)} characters, which is not a valid name; needed: names of "
-            f"{LONGEST_NAME} bytes at most, which leave room for those of predictions"
+            f"{where} names {text[:40]!r}... ({len(text)} characters), which is not a valid path; needed: at most "
+            f"{LONGEST_PATH} characters without NUL, and names of at most {LONGEST_NAME} bytes"
         )
     return PureWindowsPath(text)
 
@@ -144,7 +145,7 @@ def _refuse_shared_files(cases: Sequence[Case], source: Path) -> None:
     if doubled := list_duplicates(str(path) for case in cases for path in list_case_files(case)):
         raise DataError(
             f"{source} names {len(doubled)} file(s) more than once, first {_shorten(Path(doubled[0]), source)}; each "
-            "image and each label needs a file of its own"
+            "image and each label needs its own file"
         )
 
 
@@ -157,7 +158,7 @@ def _drop_absent(test: Sequence[Case], source: Path) -> list[Case]:
     present = [case for case in test if all(path.exists() for path in list_files(case["image"]))]
     if len(present) < len(test):
         logger.warning(
-            "%s: %d of %d declared test images are absent and left out",
+            "%s: leaving out %d of %d declared test images: their files do not exist",
             source.parent,
             len(test) - len(present),
             len(test),
@@ -169,8 +170,8 @@ def load_listed(manifest: Path, declared: Mapping[str, Any], *, require_files: b
     """Return the task whose cases ``dataset.json`` lists; see `volseg.data.layouts.load_task`."""
     if "training" not in declared:
         raise DataError(
-            f"{manifest} lists its cases under 'dataset', which is not read; list them in a table (CSV), or under "
-            "'training' as MSD does"
+            f"{manifest} lists its cases under 'dataset', which volseg does not read; list them in a table (CSV), "
+            "or under 'training' as MSD does"
         )
     modalities = read_channel_names(declared, manifest)
     labels = read_regions(declared, manifest)
@@ -184,7 +185,7 @@ def load_listed(manifest: Path, declared: Mapping[str, Any], *, require_files: b
 
 
 Entries = list[tuple[str, Any]]
-"""Entries of cases, each after its place in the manifest."""
+"""Entries of cases, each with its place in the manifest."""
 
 
 def _list_entries(declared: Mapping[str, Any], key: str, manifest: Path) -> Entries:
@@ -233,7 +234,7 @@ def _locate_image(named: str | Sequence[str], folder: Path, where: str, num_chan
     if not isinstance(named, str):
         if len(named) not in {1, num_channels}:
             raise DataError(
-                f"{where} names {len(named)} image files; needed: one for each of {num_channels} channel(s)"
+                f"{where} names {len(named)} image files; needed: one, or one for each of {num_channels} channel(s)"
             )
         return image_of([join_inside(folder, path, where) for path in named])
     path = join_inside(folder, named, where)

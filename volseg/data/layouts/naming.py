@@ -89,7 +89,7 @@ def group_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[Ca
         channels = groups[image.parent, case]
         if channel in channels:
             both = "all channels" if channel == ALL_CHANNELS else f"channel {channel}"
-            raise DataError(f"{channels[channel]} and {image} are both {both} of {case}; name one of them")
+            raise DataError(f"{channels[channel]} and {image} are both {both} of {case}; name only one of them")
         channels[channel] = image
     return [_gather(case, channels, modalities) for (_, case), channels in groups.items()]
 
@@ -97,7 +97,7 @@ def group_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[Ca
 def _parse_channels(images: Sequence[Path], modalities: Sequence[str]) -> list[tuple[str, int]]:
     """Return the case and the channel of each file.
 
-    Numbers count as channels only beside a channel 0: cases may be numbered too.
+    Numbers count as channels only if there is a channel 0: cases may be numbered too.
     """
     first = {(image.parent, found[0]) for image in images if (found := number_channels(stem(image))) and not found[1]}
     return [
@@ -135,15 +135,15 @@ def _gather(case: str, channels: Mapping[int, Path], modalities: Sequence[str]) 
         return {"case": case, "image": channels[ALL_CHANNELS]}
     if sorted(channels) != list(range(len(modalities))):
         raise DataError(
-            f"{case} has {len(channels)} file(s), {list_some([path.name for path in channels.values()])}; needed: one "
-            f"for each of the {len(modalities)} channels, called {case}_0000, {case}_0001 ... or by "
-            f"{', '.join(modalities)}, or one file of all channels, or a table (CSV) that says which is which"
+            f"{case} has {len(channels)} file(s): {list_some([path.name for path in channels.values()])}; needed: one "
+            f"for each of the {len(modalities)} channels, called {case}_0000, {case}_0001 ... or ending in "
+            f"{', '.join(modalities)}; or one file with all channels, or a table (CSV) with a column per channel"
         )
     return {"case": case, "image": tuple(channels[number] for number in range(len(modalities)))}
 
 
 def name_image(image: Path) -> str:
-    """Return the id of a case that is one file, or one folder; the folder "." has a name too."""
+    """Return the id of a case from its file or folder; the id of "." is the folder's real name."""
     return stem(os.path.abspath(image))
 
 
@@ -152,7 +152,7 @@ MOST_VALUES = 1000
 
 
 def name_channels(declared: Mapping[str, Any], source: Path) -> tuple[str, ...] | None:
-    """Return the channels' names that a manifest declares, or None if it declares none."""
+    """Return the names of the channels that a manifest declares, or None if it declares none."""
     return read_channel_names(declared, source) if {"channel_names", "modality"} & declared.keys() else None
 
 
@@ -184,18 +184,18 @@ def match_channels(
             if is_complete and begin <= (len(found[0]) != 4):  # four digits are nnU-Net's, and begin at 0000
                 return tuple(declared), order
     raise DataError(
-        f"{source} declares the channels {', '.join(declared)}, but the files are called {', '.join(found)}; call them "
-        "alike, or number the files (0000, 0001 ...)"
+        f"{source} declares the channels {', '.join(declared)}, but the images have {', '.join(found)}; use the "
+        "same names, or number the channels of the images (0000, 0001 ...)"
     )
 
 
 def name_labels(
     declared: Mapping[str, Any], source: Path, labels: Sequence[Path], folder: Path, *, require_files: bool
 ) -> DeclaredLabels:
-    """Return labels as declared, or by default the values of all label maps, named ``label_1`` ....
+    """Return the declared labels, or without them the values of all label maps, named ``label_1`` ....
 
-    By default every label map is read, once: the cache folder remembers the result. If ``require_files`` is off,
-    unreadable files are left to the data check, which names every bad case.
+    Without declared labels every label map is read once; the cache folder stores the result. If ``require_files`` is
+    off, unreadable files are left to the data check, which names every bad case.
 
     Raises
     ------
@@ -205,7 +205,7 @@ def name_labels(
     if "labels" in declared:
         return read_regions(declared, source)
     if strange := sorted({"regions", "regions_class_order", "ignore"} & declared.keys()):
-        raise DataError(f"{source} declares {strange[0]!r} without 'labels'; name the labels too")
+        raise DataError(f"{source} declares {strange[0]!r} without 'labels'; declare 'labels' too")
     found = _read_values(labels, folder)
     faults = [fault for fault in found if isinstance(fault, DataError)]
     if faults and require_files:
@@ -214,11 +214,11 @@ def name_labels(
     if len(values) < 2:
         if faults:
             raise faults[0]
-        raise DataError(f"the {len(labels)} label maps of {folder} hold background only; label the structures")
+        raise DataError(f"the {len(labels)} label maps of {folder} contain only background; label the structures")
     named = {value: f"label_{value}" if value else "background" for value in values}
     held = list_some([f"{value} ({name})" for value, name in named.items()], 10)
     log_once(
-        f"{folder}: no file names the labels; the label maps hold {held}. Name them in {source}: "
+        f"{folder}: no file names the labels; the label maps contain {held}. Name them in {source}: "
         '{"labels": {"background": 0, ...}}'
     )
     return DeclaredLabels(labels=named)
@@ -230,7 +230,7 @@ def _read_values(labels: Sequence[Path], folder: Path) -> list[list[int] | DataE
     memory = FileMemory(None if cache is None else cache / "files")
 
     def load(path: Path) -> list[int]:
-        log_once(f"{folder}: reading label maps for the values that they hold")
+        log_once(f"{folder}: reading the label maps to find their values")
         return _load_values(path)
 
     def read(path: Path) -> list[int] | DataError:
@@ -239,13 +239,13 @@ def _read_values(labels: Sequence[Path], folder: Path) -> list[list[int] | DataE
         except DataError as fault:
             return fault
         except OSError:
-            return attempt_values(path)  # its reader names the fault
+            return attempt_values(path)  # its reader reports the fault
 
     return list(map_in_threads(read, labels))
 
 
 def attempt_values(path: Path) -> list[int] | DataError:
-    """Return the values of a label map, or the error of a file that is none."""
+    """Return the values of a label map, or the error of a file that is not one."""
     try:
         return _load_values(path)
     except DataError as fault:
@@ -256,16 +256,16 @@ def _load_values(path: Path) -> list[int]:
     if (label := DicomLabel.open(path)) is not None:
         names = {"background": 0, **{name: number for number, name in enumerate(label.names.values(), 1)}}
         raise DataError(
-            f"{path} is a {label}, whose names decide the values of labels; declare those to segment in dataset.json: "
+            f"{path} is a {label}, which is matched to labels by name; declare the labels to segment in dataset.json: "
             f"{json.dumps({'labels': names})}"
         )
     voxels = read_volume(path).as_tensor()
     values = voxels.unique()
     if not values.isfinite().all() or (values != values.round()).any() or (values < 0).any() or len(voxels) != 1:
         raise DataError(
-            f"{path} is not a label map: it holds {len(voxels)} channel(s) of {values.min():g} to {values.max():g}; "
-            "needed: one, of integers from 0 on"
+            f"{path} is not a label map: it has {len(voxels)} channel(s) with values from {values.min():g} to "
+            f"{values.max():g}; needed: one channel of non-negative integers"
         )
     if len(values) > MOST_VALUES:
-        raise DataError(f"{path} holds {len(values)} values; needed: a label map, with a number for each structure")
+        raise DataError(f"{path} has {len(values)} values; needed: a label map, with one integer per structure")
     return values.to(torch.int64).tolist()

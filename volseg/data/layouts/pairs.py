@@ -1,4 +1,4 @@
-"""Read folders of images and labels without a list: only their names pair them.
+"""Read folders of images and labels without a list, and pair the files by their names.
 
 One rule covers all arrangements. A file whose name ends in a word for labels (``case_seg``) is a label map, and the
 part before that word is the case. Every other file is an image of the case that its name begins with, and the rest is
@@ -33,7 +33,7 @@ from volseg.formatting import list_some
 
 IMAGE_FOLDERS = ("images", "image", "imagesTr", "img", "imgs", "scans", "volumes")
 LABEL_FOLDERS = ("labels", "label", "labelsTr", "masks", "mask", "seg", "segs", "segmentation", "segmentations")
-"""Names of the two folders, in any case of letters."""
+"""Names of the two folders, in upper or lower case."""
 
 TEST_FOLDERS = ("imagesTs",)
 """Folders of images without labels."""
@@ -42,7 +42,7 @@ LABEL_WORDS = ("label", "labels", "mask", "masks", "seg", "segm", "segs", "segme
 """Last word of a label map's name."""
 
 UNNAMED = ("", "image", "img", "scan", "volume")
-"""Words in a channel's place if an image has one file."""
+"""Words in the place of a channel's name, if an image has only one file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ def detect_arrangement(folder: Path) -> Arrangement | None:
     Raises
     ------
     DataError
-        If there are several folders of images or of labels, or images beside folders of them.
+        If there is more than one folder of images or of labels, or if there are images next to such folders.
     """
     children = [child for child in sorted(folder.glob("*/")) if not child.name.startswith((".", "_"))]
     images, labels, tests = (
@@ -75,7 +75,7 @@ def detect_arrangement(folder: Path) -> Arrangement | None:
     if images and labels:
         if len(images) > 1 or len(labels) > 1 or loose:
             found = list_some([path.name for path in (*images, *labels, *loose)])
-            raise DataError(f"{folder} holds {found}; needed: one folder of images and one of labels, and none beside")
+            raise DataError(f"{folder} has {found}; needed: one folder of images, one of labels, and no other images")
         return Arrangement(
             images=tuple(("", path) for path in _list_volumes(images[0])),
             labels=tuple(
@@ -87,7 +87,7 @@ def detect_arrangement(folder: Path) -> Arrangement | None:
     if any(_is_label(path) for path in loose):
         if by_folder:
             found = list_some([path.name for path in (*loose, *by_folder)])
-            raise DataError(f"{folder} holds images and folders of images ({found}); keep one way to arrange them")
+            raise DataError(f"{folder} contains images and folders of images ({found}); arrange all cases in one way")
         return _sort([("", path) for path in _list_volumes(folder, children)], test)
     if not loose and any(_is_label(path) for volumes in by_folder.values() for path in volumes):
         return _sort([(child.name, path) for child, volumes in by_folder.items() for path in volumes], test)
@@ -97,7 +97,7 @@ def detect_arrangement(folder: Path) -> Arrangement | None:
 def _list_volumes(folder: Path, children: Sequence[Path] | None = None) -> list[Path]:
     """Return the volumes of a folder: files of images, labels in DICOM, and folders of slices among ``children``.
 
-    A folder with slices beside a label is a volume itself.
+    A folder that contains slices and a label is itself a volume.
     """
     children = sorted(folder.glob("*/")) if children is None else children
     series = [child for child in children if not child.name.startswith((".", "_")) and _may_be_series(child)]
@@ -135,13 +135,13 @@ def load_pairs(
 ) -> Task:
     """Return the task of a folder of pairs; see `volseg.data.layouts.load_task`.
 
-    Channels and labels have the names in ``manifest``, if there is one; else those of the files, and of their values.
+    Channels and labels are named as in ``manifest``; without one, after the files and the values.
     """
     source, declared = manifest or (folder / "dataset.json", {})
     labels_of = _name_cases(arrangement, folder)
     images_of = _group_channels(arrangement.images, labels_of, folder)
     if not images_of:
-        raise DataError(f"{folder} holds no image with a label; needed: files of {', '.join(SUFFIXES)}, or of DICOM")
+        raise DataError(f"{folder} contains no image with a label; needed: files with {', '.join(SUFFIXES)}, or DICOM")
     words = _list_words(images_of)
     _require_channels(images_of, words, folder)
     modalities, order = match_channels(words, name_channels(declared, source), source)
@@ -218,7 +218,7 @@ def _group_channels(
         channel = "" if channel.casefold() in UNNAMED or path.name == group else channel
         if channel in found[key]:
             both = f"{found[key][channel].name} and {path.name}"
-            raise DataError(f"{folder}: {both} are one image twice; keep one of them")
+            raise DataError(f"{folder}: {both} are the same channel of one case; keep one of them")
         found[key][channel] = path
     alone += [path for key, path in cases.items() if key not in found]
     if alone:
@@ -227,29 +227,29 @@ def _group_channels(
             [f"{path.relative_to(folder)}{f' ({label})' if label else ''}" for path, label in labels.items()]
         )
         raise DataError(
-            f"{folder}: {len(alone)} file(s) have no partner: {names}; an image begins with the name of its case, a "
-            f"label is that name and one of {', '.join(LABEL_WORDS)}. Move images without labels to {TEST_FOLDERS[0]}, "
-            "or list the pairs in a table (CSV)"
+            f"{folder}: {len(alone)} file(s) have no partner: {names}; the name of an image must begin with its case, "
+            f"that of a label must be its case and, outside a folder of labels, one of {', '.join(LABEL_WORDS)}. Move "
+            f"images without labels to {TEST_FOLDERS[0]}, or list the pairs in a table (CSV)"
         )
     return {key: found[key] for key in sorted(found)}
 
 
 def _group_tests(images: Sequence[Path], words: Sequence[str]) -> dict[Key, dict[str, Path]]:
-    """Return the files of each image without a label; their names end in the words for the channels of training."""
+    """Return the files of each image without a label; their names end in the names of the training channels."""
     found: dict[Key, dict[str, Path]] = defaultdict(dict)
     for path in images:
         case, channel = (stem(path), 0) if words == [""] else cut_channel(stem(path), words) or (stem(path), None)
         if channel is None or words[channel] in found["", case]:
             raise DataError(
-                f"{path} is none of the channels {', '.join(words)} that training images have, or one twice; name test "
-                "images as those of training, or move the file away"
+                f"{path} does not end in one of the training channels {', '.join(words)}, or repeats one; name test "
+                "images like training images, or move the file away"
             )
         found["", case][words[channel]] = path
     return found
 
 
 def _list_words(images: Mapping[Key, Mapping[str, Path]]) -> list[str]:
-    """Return the words for the channels, in the order of their numbers, or of the alphabet."""
+    """Return the words for the channels, in numerical or alphabetical order."""
     words = {word for channels in images.values() for word in channels}
     return sorted(words, key=lambda word: (len(word), word) if all(map(str.isdigit, words)) else (0, word))
 
@@ -262,8 +262,8 @@ def _require_channels(images: Mapping[Key, Mapping[str, Path]], words: Sequence[
         if len(channels) < len(words) or (len(words) > 1 and "" in channels)
     ]
     if wrong:
-        shown = ", ".join(word or "(no word)" for word in words)
+        shown = ", ".join(word or "(no name)" for word in words)
         raise DataError(
             f"{folder}: not every case has one file for each of the channels {shown}: {list_some(wrong, 3)}; needed: "
-            "the same words after each case's name, or a table (CSV) that lists the files"
+            "the same channels after each case's name, or a table (CSV) that lists the files"
         )

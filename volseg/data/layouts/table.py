@@ -1,12 +1,12 @@
-"""Tables of paths (CSV or TSV): a row per case, a column per file.
+"""Read tables of paths (CSV or TSV): a row per case, a column per file.
 
 ========== ==========================================================================================================
-column     holds
+column     content
 ========== ==========================================================================================================
 case       id, which determines folds and names predictions
-image      path of the image; or several columns ``image_NAME``, one per channel
+image      path of the image; or a column ``image_NAME`` for each channel
 label      path of the label map
-labelled   the labels that were annotated in this case, by value or name, with ``;`` between; empty: all
+labelled   the labels that were annotated in this case, by value or name, separated by ``;``; empty: all
 weight     relative frequency of the case's patches; 0: never; empty: 1
 fold       number of the fold in which the case validates
 split      ``train``, ``validation`` or ``test``, in place of ``fold``
@@ -14,8 +14,8 @@ split      ``train``, ``validation`` or ``test``, in place of ``fold``
 
 ``split.group`` may name any other column, such as ``patient``: its cells give the patient of each case.
 
-Paths are relative to the table. The names of labels and channels are in ``dataset.json`` or ``task.yaml`` beside the
-table; see `volseg.data.layouts.naming` for a table without.
+Paths are relative to the table. The names of labels and channels are in ``dataset.json`` or ``task.yaml`` next to
+the table; for a table without them, see `volseg.data.layouts.naming`.
 """
 
 import csv
@@ -75,7 +75,7 @@ class _Table:
 
 
 def list_tables(folder: Path) -> list[Path]:
-    """Return the tables in a folder whose first line names case, image and label: other tables are not of cases."""
+    """Return the tables in a folder whose first line names case, image and label: other tables do not list cases."""
     tables = [path for path in sorted(folder.glob("[!.]*")) if path.suffix.lower() in TABLES and path.is_file()]
     return [path for path in tables if {"case", "image", "label"} <= {*re.split(r'[\s",;_]+', _read_head(path))}]
 
@@ -155,10 +155,10 @@ def read_labels(path: Path) -> dict[str, LabelRow]:
             rows.append((require_id(row["case"], where), LabelRow(label, row.get("prediction"), labelled)))
     found = dict(rows)
     if not found:
-        raise DataError(f"{path} names no label map; needed: a path under 'label'")
+        raise DataError(f"{path} lists no label map; needed: a path under 'label'")
     named = [row.prediction for row in found.values() if row.prediction]
     if doubled := list_duplicates(case for case, _ in rows) or list_duplicates(named):
-        raise DataError(f"{path} names {doubled[0]!r} twice; needed: a row per case, each with its own prediction")
+        raise DataError(f"{path} lists {doubled[0]!r} twice; needed: a row per case, each with its own prediction")
     return found
 
 
@@ -178,12 +178,12 @@ def _read(path: Path, required: Sequence[str]) -> _Table:
         raise DataError(f"{path} cannot be read as a table: {fault}") from fault
     if len(rows) < 2:
         raise DataError(
-            f"{path} lists no case; needed: a line of column names ({', '.join(COLUMNS)}), and one per case"
+            f"{path} lists no case; needed: a line of column names ({', '.join(COLUMNS)}), and a line per case"
         )
     columns = _read_columns(rows[0][1], required, path)
     for number, cells in rows[1:]:
         if len(cells) != len(columns):
-            raise DataError(f"{path}, line {number} has {len(cells)} cells; needed: {len(columns)}, as the first line")
+            raise DataError(f"{path}, line {number} has {len(cells)} cells; needed: {len(columns)}, as in the header")
     return _Table(
         path=path,
         columns=columns,
@@ -192,14 +192,14 @@ def _read(path: Path, required: Sequence[str]) -> _Table:
 
 
 def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) -> tuple[str, ...]:
-    """Return the names of the columns; unknown ones are allowed, unless they may be typing errors."""
+    """Return the names of the columns; unknown ones are allowed, unless they resemble typing errors."""
     names = [name.casefold() for name in header]
     if doubled := list_duplicates(name for name in names if name):
         raise DataError(f"{path} has two columns called {doubled[0]!r}; keep one of them")
     channels = [name for name in names if name.startswith(CHANNEL) and name != CHANNEL]
     if "image" in required and ("image" in names) == bool(channels):
         raise DataError(
-            f"{path} needs a column 'image', or one for each channel, 'image_NAME', and has {', '.join(names)}; "
+            f"{path} needs either a column 'image' or a column 'image_NAME' for each channel, got {', '.join(names)}; "
             f"{did_you_mean('image', names)}"
         )
     if missing := [name for name in required if name not in {*names, "image"}]:
@@ -211,13 +211,13 @@ def _read_columns(header: Sequence[str], required: Sequence[str], path: Path) ->
             channel = CHANNEL + written[len(CHANNEL) - 1 :].lstrip("-. ")
             raise DataError(
                 f"{path} has a column {written!r}; rename it to {channel!r} if it is a channel, or to a name that "
-                "does not begin so"
+                "does not begin with 'image'"
             )
         if name not in NO_SLIPS and (near := get_close_matches(name, COLUMNS, n=1, cutoff=NEAR)):
             raise DataError(f"{path} has a column {name!r}; rename it to {near[0]!r}, or to a less similar name")
     if other:
-        log_once(f"{path}: read only where split.group names them: the column(s) {', '.join(other)}")
-    # Channels are called as they were written.
+        log_once(f"{path}: training ignores the column(s) {', '.join(other)}, unless split.group names them")
+    # The names of channels keep upper and lower case.
     return tuple(
         CHANNEL + raw[len(CHANNEL) :] if name in channels else name for name, raw in zip(names, header, strict=True)
     )
@@ -232,13 +232,13 @@ def _locate(text: str, column: str, table: _Table, where: str) -> Path:
     """Return the path in a cell, relative to the table; it may be anywhere."""
     if not text:
         raise DataError(
-            f"{where}: {column!r} is empty; needed: a path (cases without a label have 'test' under 'split')"
+            f"{where}: {column!r} is empty; needed: a path (a case without a label needs 'test' under 'split')"
         )
     if os.path.isabs(text):
         return Path(os.path.abspath(text))
     path = split_path(text, where)
     if path.anchor:
-        raise DataError(f"{where}: {column!r} is {text!r}, a place on another system; needed: a path from the table on")
+        raise DataError(f"{where}: {column!r} is {text!r}, a path of another system; needed: one relative to the table")
     return Path(os.path.abspath(table.path.parent.joinpath(*path.parts)))
 
 
@@ -247,7 +247,7 @@ def _split(text: str) -> list[str]:
 
 
 def _read_side(row: Mapping[str, str], where: str) -> str | None:
-    """Return the side of the split that a row names, if it names one."""
+    """Return the side of the split that a row names, or None."""
     if not (side := row.get("split", "").casefold()):
         return None
     if side not in SIDES:
@@ -269,7 +269,7 @@ def _make_splits(table: _Table, sides: Sequence[str | None]) -> tuple[Split, ...
     folds = {row["case"]: _read_fold(row["fold"], where) for where, row in rows}
     numbers = sorted({fold for fold in folds.values() if fold is not None})
     if numbers != list(range(len(numbers))):
-        raise DataError(f"{table.path}: 'fold' holds {numbers}; needed: the numbers from 0 on, without a gap")
+        raise DataError(f"{table.path}: 'fold' contains {numbers}; needed: the numbers 0, 1, 2 ... without a gap")
     return tuple(_divide(ids, {name for name in ids if folds[name] == number}, table.path) for number in numbers)
 
 
