@@ -18,7 +18,7 @@ that sums overlap with the backward pass of earlier layers.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -230,26 +230,44 @@ class _Edges:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self.tensors: tuple[Tensor, ...] = _ToParameters.apply(guard, *parameters)
         if guard is not None:
-            guard.watch([parameter for parameter in parameters if is_trained(parameter)])
+            guard.watch(parameters)
 
     def lead_to(self, parameters: list[Tensor]) -> bool:
         known = [reference() for reference in self._parameters]
         return len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True))
 
 
-class _Guard:
+class GradientHooks:
+    """Hooks of parameters that work as long as this object exists, and do not keep it alive."""
+
+    def __init__(self) -> None:
+        self.watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        """Parameters that have a hook, by identity."""
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Call ``receive`` for each gradient that one of the trained parameters gets."""
+        for parameter in filter(is_trained, parameters):
+            if self.watched.get(id(parameter)) is not parameter:
+                self.watched[id(parameter)] = parameter
+                parameter.register_hook(partial(_receive, weakref.ref(self), id(parameter)))
+
+    def receive(self, key: int, gradient: Tensor) -> None:
+        """Handle the gradient of the parameter with this identity."""
+        raise NotImplementedError
+
+
+def _receive(hooks: "weakref.ref[GradientHooks]", key: int, gradient: Tensor | None) -> None:
+    owner = hooks()
+    if owner is not None and gradient is not None:
+        owner.receive(key, gradient)
+
+
+class _Guard(GradientHooks):
     """Refuse gradients that reach a parameter outside the sums, such as a penalty on the weights themselves."""
 
     def __init__(self) -> None:
-        self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        super().__init__()
         self._expected: dict[int, int] = {}
-
-    def watch(self, parameters: Sequence[Tensor]) -> None:
-        """Check each gradient that a parameter gets."""
-        for parameter in parameters:
-            if self._watched.get(id(parameter)) is not parameter:
-                self._watched[id(parameter)] = parameter
-                parameter.register_hook(partial(_look, weakref.ref(self), id(parameter)))
 
     def expect(self, parameters: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         """Set the gradients that the parameters will get."""
@@ -257,17 +275,10 @@ class _Guard:
             if gradient is not None:
                 self._expected[key] = get_address(gradient)
 
-    def check(self, key: int, gradient: Tensor) -> None:
+    def receive(self, key: int, gradient: Tensor) -> None:
         """Refuse any other gradient than the expected one."""
         if self._expected.pop(key, None) != get_address(gradient):
             raise ParallelError(OUTSIDE.format(shape=tuple(gradient.shape)))
-
-
-def _look(guard: "weakref.ref[_Guard]", key: int, gradient: Tensor | None) -> None:
-    """Check the gradient of one parameter, as its hook; do nothing once the sums are gone."""
-    watching = guard()
-    if watching is not None and gradient is not None:
-        watching.check(key, gradient)
 
 
 class _Work(NamedTuple):
