@@ -3,7 +3,7 @@
 As ``torch_internals`` has those of torch itself.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -37,7 +37,6 @@ get_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgett
 get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
 get_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(MODULES)
 get_forward_pre_hooks: Callable[[nn.Module], dict[int, Callable]] = attrgetter(FORWARD_PRE_HOOKS)
-get_backward_hooks: Callable[[Any], dict[int, Callable] | None] = attrgetter(BACKWARD_HOOKS)
 
 HOOKS_OF_ALL_MODULES: tuple[dict[int, Callable], ...] = (
     _of_all_modules._global_forward_hooks,
@@ -46,6 +45,27 @@ HOOKS_OF_ALL_MODULES: tuple[dict[int, Callable], ...] = (
     _of_all_modules._global_backward_pre_hooks,
 )
 """Hooks that every module calls, as ``torch.nn.modules.module`` registers them."""
+
+
+@contextmanager
+def replacing_parameters(net: nn.Module, others: Mapping[int, Any]) -> Iterator[None]:
+    """Replace parameters, by identity, in all modules of a network within the block.
+
+    ``torch.func.functional_call`` fails to restore a module that has two names (DynUNet's have).
+    """
+    held = [
+        (own, name, parameter)
+        for own in map(get_parameters, net.modules())
+        for name, parameter in own.items()
+        if id(parameter) in others
+    ]
+    try:
+        for own, name, parameter in held:
+            own[name] = others[id(parameter)]
+        yield
+    finally:
+        for own, name, parameter in held:
+            own[name] = parameter
 
 
 def apply_to_tensors(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

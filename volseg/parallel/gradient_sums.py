@@ -18,8 +18,8 @@ that sums overlap with the backward pass of earlier layers.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from volseg.device.first_order import first_order
 from volseg.device.gpus import current_gpu_stream, get_address, is_gpu, make_stream, on_stream
 from volseg.device.graph import describe_plain
-from volseg.device.module_internals import get_parameters
+from volseg.device.module_internals import replacing_parameters
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import Differences, GradientRoom, LayoutNumbers, check_hooks, fill_buckets
@@ -61,27 +61,10 @@ class Marked(NamedTuple):
         """Stand-ins of the parameters that are trained in this pass."""
         return [other for original, other in zip(self.originals, self.stand_ins, strict=True) if is_trained(original)]
 
-    @contextmanager
-    def used(self, net: nn.Module) -> Iterator[None]:
-        """Replace the parameters of a network's modules by the stand-ins within the block.
-
-        ``torch.func.functional_call`` fails to restore a module that has two names (DynUNet's have).
-        """
+    def used(self, net: nn.Module) -> AbstractContextManager[None]:
+        """Replace the trained parameters of a network's modules by the stand-ins within the block."""
         pairs = zip(self.originals, self.stand_ins, strict=True)
-        found = {id(original): other for original, other in pairs if is_trained(original)}
-        held: list[tuple[dict[str, Any], str, Any]] = [
-            (own, name, parameter)
-            for own in map(get_parameters, net.modules())
-            for name, parameter in own.items()
-            if id(parameter) in found
-        ]
-        try:
-            for own, name, parameter in held:
-                own[name] = found[id(parameter)]
-            yield
-        finally:
-            for own, name, parameter in held:
-                own[name] = parameter
+        return replacing_parameters(net, {id(original): other for original, other in pairs if is_trained(original)})
 
     @staticmethod
     def check_outputs(leaves: Sequence[Any]) -> None:

@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from volseg.device.first_order import first_order
 from volseg.device.gpus import current_gpu_stream
-from volseg.device.module_internals import NormBase
+from volseg.device.module_internals import NormBase, replacing_parameters
 from volseg.device.torch_internals import multiply_each, pytree
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline import run as runs
@@ -84,12 +83,9 @@ class RecordedBatch:
             Tensor, lambda given: given.detach().clone().requires_grad_(given.requires_grad), batch.call
         )
         self._inputs = [leaf for leaf in pytree.tree_leaves(self._call) if isinstance(leaf, Tensor)]
-        named = dict(net.named_parameters())
-        self.parameters = list(named.values())
-        self._aliases: dict[str, Tensor] = {
-            name: nn.Parameter(p.detach(), p.requires_grad) for name, p in named.items()
-        }
-        owners = {id(alias): placement.owners[id(named[name])] for name, alias in self._aliases.items()}
+        self.parameters = list(net.parameters())
+        self._aliases = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.parameters}
+        owners = {id(alias): placement.owners[key] for key, alias in self._aliases.items()}
         self._placement = replace(placement, owners=placement.owners | owners)
         self._statistics = CountedStatistics(len(batch.sizes))
         places = {tensor.device for tensor in self._inputs} | placement.devices | {batch.target}
@@ -131,8 +127,9 @@ class RecordedBatch:
             lane = index % self._lanes.count
             self._statistics.begin(index)
             with self._lanes.turn_to(lane):
-                with RecordedRun(self._placement, self._statistics, contexts[lane], self._lanes.first):
-                    output = functional_call(self._net, self._aliases, args, kwargs)
+                run = RecordedRun(self._placement, self._statistics, contexts[lane], self._lanes.first)
+                with replacing_parameters(self._net, self._aliases), run:
+                    output = self._net(*args, **kwargs)
                 leaves, structure = pytree.tree_flatten(output)
                 places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
                 for number, place in enumerate(places):
