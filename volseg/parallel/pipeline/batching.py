@@ -7,7 +7,6 @@ effects: it saves nothing for backward, and changed state is restored. There is 
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -24,8 +23,8 @@ from volseg.parallel.pipeline.micro_batch import (
     resize_call,
 )
 
-Runner: TypeAlias = Callable[[bool], AbstractContextManager[Callable[[Call], Any]]]
-"""Context manager of a function that runs the network without side effects; the flag enables the user's hooks."""
+Runner: TypeAlias = Callable[[Call, bool], Any]
+"""Function that runs the network without side effects; the flag enables the user's hooks."""
 
 MOST_KNOWN = 64
 """Conditions of the network for which outputs are cached."""
@@ -142,20 +141,19 @@ class Batching:
         """
         samples = _choose_unusual_number(call, size)
         failures: list[Exception] = []
-        for with_grad, with_hooks in ((False, False), (torch.is_grad_enabled(), True)):
-            with runner(with_hooks) as run, torch.set_grad_enabled(with_grad):
-                try:
-                    output = run(copy_call(resize_call(call, is_batch, samples)))
-                    for number, leaf in enumerate(pytree.tree_leaves(output)):
-                        if isinstance(leaf, Tensor):
-                            check_length(leaf, samples, number)
-                    return _describe(output)
-                except Exception as failure:  # the second run may succeed
-                    failures.append(failure)
+        for as_user in (False, True):
+            try:
+                with torch.set_grad_enabled(as_user and torch.is_grad_enabled()):
+                    output = runner(copy_call(resize_call(call, is_batch, samples)), as_user)
+                for number, leaf in enumerate(pytree.tree_leaves(output)):
+                    if isinstance(leaf, Tensor):
+                        check_length(leaf, samples, number)
+                return _describe(output)
+            except Exception as failure:  # the second run may succeed
+                failures.append(failure)
         if unlike := [failure for failure in failures if isinstance(failure, ParallelError)]:
             raise unlike[0]
-        with runner(True) as run:  # a network that cannot run the batch itself raises its own error
-            run(copy_call(call))
+        runner(copy_call(call), True)  # a network that cannot run the batch itself raises its own error
         raise ParallelError(
             f"the pipeline ran {samples} samples instead of {size} to find the outputs with one row per sample; this "
             f"run failed: {failures[0]}. Choose a split_size that leaves a remainder, or the "

@@ -112,17 +112,19 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
     return probe
 
 
-def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Measured:
-    """Time every segment of a copy of the network on one device.
+def measure(net: nn.Module, call: Call, device: torch.device, is_timed: bool = True) -> Measured:
+    """Observe a copy of the network on one device, and time every segment.
 
     Parameters
     ----------
     net
         The network, which is not changed.
-    args, kwargs
+    call
         A micro-batch.
     device
         Device of the measurement.
+    is_timed
+        Whether segments are timed; otherwise their times are zero.
 
     Raises
     ------
@@ -130,16 +132,17 @@ def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devic
         If the network cannot be copied.
     """
     with select(device), own_random_numbers([device]):
-        probe, trace, observer = observe_copy(net, args, kwargs, device)
+        probe, trace, observer = observe_copy(net, *call, device)
         found = list_segments(trace)
         passes = []
-        for _ in range(1 + REPEATS if is_gpu(device) else 1):
-            own_args, own_kwargs = move_call((args, kwargs), device)
+        for _ in range((1 + REPEATS if is_gpu(device) else 1) if is_timed else 0):
+            args, kwargs = move_call(call, device)
             with torch.enable_grad(), Stopwatch(probe, found, device) as watch:
-                probe(*own_args, **own_kwargs)
+                probe(*args, **kwargs)
                 watch.finish()
             passes.append(watch.times)
-    times = np.fmin.reduce(np.stack(passes[1:] or passes))  # NaN for segments that no timed pass ran: the path varies
+    passes = passes[1:] or passes or [np.zeros((len(found), 2))]
+    times = np.fmin.reduce(np.stack(passes))  # NaN for segments that no timed pass ran: the path varies
     np.copyto(times, np.nanmean(times, 0), where=np.isnan(times))
     activations, layers = list_layers(net, observer, found, times.tolist())
     return Measured(trace, tuple(layers), tuple(activations))

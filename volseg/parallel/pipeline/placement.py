@@ -89,7 +89,7 @@ class Placement:
     def start_late_run(self) -> "PlacedRun":
         """Return a run for a module called by itself: by the user, or by checkpoint's recomputation in backward."""
         is_recomputed = find_backward_pass() != -1
-        return PlacedRun(self, FrozenStatistics(keeps_form=True) if is_recomputed else None)
+        return PlacedRun(self, FrozenStatistics() if is_recomputed else None)
 
 
 def _unmark(tensor: Tensor) -> None:

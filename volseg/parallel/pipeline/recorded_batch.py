@@ -26,10 +26,10 @@ from volseg.device.gpus import current_gpu_stream
 from volseg.device.module_internals import NormBase, replacing_parameters
 from volseg.device.torch_internals import multiply_each, pytree
 from volseg.errors import ParallelError
-from volseg.parallel.pipeline import run as runs
-from volseg.parallel.pipeline.graphs import CountedStatistics, Lanes, RecordedRun, RecordRefusedError, RefusedOperations
+from volseg.parallel.pipeline.graphs import Lanes, RecordedRun, RecordRefusedError, RefusedOperations
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join, split
 from volseg.parallel.pipeline.placement import BatchContext, Placement
+from volseg.parallel.pipeline.statistics import WholeBatchStatistics
 from volseg.parallel.pipeline.transfer import copy_between
 from volseg.parallel.state.module import read_version
 
@@ -87,10 +87,11 @@ class RecordedBatch:
         self._aliases = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.parameters}
         owners = {id(alias): placement.owners[key] for key, alias in self._aliases.items()}
         self._placement = replace(placement, owners=placement.owners | owners)
-        self._statistics = CountedStatistics(len(batch.sizes))
+        self._statistics = WholeBatchStatistics(len(batch.sizes), counts_later=True)
         places = {tensor.device for tensor in self._inputs} | placement.devices | {batch.target}
         self._lanes = Lanes(places, lanes)
-        self._forward, self._homes = self._record_forward()
+        self._roots: list[_Output] = []
+        self._forward, self._homes = self._lanes.record(self._run_forward)
         self._backward = self._record_backward() if torch.is_grad_enabled() else None
         self._leaves, self._structure = pytree.tree_flatten(join(self._homes, batch.sizes))
         self._roots.clear()  # free the autograd graph; the recording keeps the memory
@@ -111,23 +112,15 @@ class RecordedBatch:
     def release(self) -> None:
         """Drop the recording: its memory is freed once no forward waits for its backward, which holds the memory."""
 
-    def _record_forward(self) -> tuple[Callable[[], None], list[Any]]:
-        """Record every micro-batch; keep its outputs, return the replay and the joined outputs' tensors."""
-        self._roots: list[_Output] = []
-        given = [(tensor, read_version(tensor)) for tensor in self._inputs]
-        replay, homes = self._lanes.record(self._run_forward)
-        if runs.list_changed_tensors(given):
-            raise RecordRefusedError("forward changes its arguments in place")
-        return replay, homes
-
     def _run_forward(self) -> list[Any]:
+        """Run every micro-batch; keep its outputs, and return the tensors to which a replay writes them."""
         contexts: dict[int, BatchContext] = defaultdict(BatchContext)
         homes, arrivals, target = [], [], self._batch.target
         for index, (args, kwargs) in enumerate(split(*self._call, self._batch.sizes[0], self._batch.is_batch)):
             lane = index % self._lanes.count
             self._statistics.begin(index)
             with self._lanes.turn_to(lane):
-                run = RecordedRun(self._placement, self._statistics, contexts[lane], self._lanes.first)
+                run = RecordedRun(self._placement, self._statistics, contexts[lane], self._inputs, self._lanes.first)
                 with replacing_parameters(self._net, self._aliases), run:
                     output = self._net(*args, **kwargs)
                 leaves, structure = pytree.tree_flatten(output)

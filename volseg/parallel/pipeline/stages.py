@@ -15,6 +15,7 @@ import torch
 from volseg.device.gpus import count_free_bytes, empty_cache, is_gpu
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.balance import (
+    UNLIMITED,
     balance,
     balance_stages,
     choose_quickest,
@@ -41,7 +42,7 @@ def plan_stages(
     devices: Sequence[torch.device],
     samples: int,
     micro_batches: int,
-    limits: Sequence[float] | None,
+    limits: Sequence[float],
     is_recorded: bool,
 ) -> Partition:
     """Choose the fastest number of stages, and for it the fastest cut that fits.
@@ -62,17 +63,13 @@ def plan_stages(
     layers = measured.layers
     forward, backward = [layer.forward_ms for layer in layers], [layer.backward_ms for layer in layers]
     held = compute_held_bytes(measured.activations, len(layers), is_recorded)
-    states = sum_runs([STATE_COPIES * layer.parameter_bytes for layer in layers])
-    memory = [
-        [fixed + micro_batches * each for fixed, each in zip(*rows, strict=True)]
-        for rows in zip(states, held, strict=True)
-    ]
+    memory = sum_runs([STATE_COPIES * layer.parameter_bytes for layer in layers]) + micro_batches * held
     most = min(len(devices), len(layers))
     cuts: dict[int, list[int]] = {}
     predicted: dict[int, float] = {}
     for stages in range(1, most + 1):
         try:
-            cuts[stages] = balance(forward, stages, backward, memory, None if limits is None else limits[:stages])
+            cuts[stages] = balance(forward, stages, backward, memory, limits[:stages])
         except PartitionError as refused:
             failure = refused
             continue
@@ -104,10 +101,10 @@ def _predict_copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> f
     return sum(COPY_MS + layers[end - 1].sent_bytes / COPY_BYTES_PER_MS for end in accumulate(lengths[:-1]))
 
 
-def read_memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
-    """Return the bytes available on each device, or ``None`` for hosts."""
+def read_memory_limits(devices: Sequence[torch.device]) -> list[float]:
+    """Return the bytes available on each device; hosts have no limit."""
     if not all(map(is_gpu, devices)):
-        return None
+        return [UNLIMITED] * len(devices)
     # Cached memory of the measurement is available.
     gc.collect()
     for device in devices:

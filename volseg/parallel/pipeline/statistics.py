@@ -47,7 +47,7 @@ class NormSite:
     by_instance: bool
     device: torch.device
     """Device of the call; a borrowed layer's buffers are on another one."""
-    call: Callable[[Tensor | None, Tensor | None, float], Tensor]
+    call: Callable[[Tensor, Tensor, float], Tensor]
     """Call the norm with given running buffers and momentum."""
 
 
@@ -59,18 +59,16 @@ class FrozenStatistics:
     counts_batches
         Whether counters increase nevertheless, for a caller that restores the buffers: norms with ``momentum=None``
         divide by their counter, which is 0 before the first batch.
-    keeps_form
-        Whether norms get blank running buffers, for a recomputation: torch's checkpoint counts saved tensors, and the
-        forward pass saved such buffers too.
     """
 
-    def __init__(self, counts_batches: bool = False, keeps_form: bool = False) -> None:
-        self._counts_batches, self._keeps_form = counts_batches, keeps_form
+    def __init__(self, counts_batches: bool = False) -> None:
+        self._counts_batches = counts_batches
 
     def norm(self, site: NormSite) -> Tensor:
-        """Normalise with the batch's statistics and discard them."""
-        if not self._keeps_form:
-            return site.call(None, None, site.momentum)
+        """Normalise with the batch's statistics and discard them, with blank running buffers.
+
+        torch's checkpoint counts saved tensors, and the forward pass has saved such buffers.
+        """
         mean, variance = (torch.zeros_like(kept, device=site.device) for kept in site.running)
         return site.call(mean, variance, site.momentum)
 
@@ -157,13 +155,23 @@ def _commit(calls: Sequence[_Gathered]) -> None:
 
 
 class WholeBatchStatistics:
-    """Gather each norm's statistics over the micro-batches of one batch; ``commit`` updates the running buffers."""
+    """Gather each norm's statistics over the micro-batches of one batch; ``commit`` updates the running buffers.
 
-    def __init__(self, micro_batches: int) -> None:
+    Parameters
+    ----------
+    micro_batches
+        Number of micro-batches.
+    counts_later
+        Whether ``commit`` increases the counters too: a recording repeats no functions on them.
+    """
+
+    def __init__(self, micro_batches: int, counts_later: bool = False) -> None:
         self.micro_batches = micro_batches
         self.splits_batch_norm = False
         """Whether a batch norm used the statistics of one micro-batch of several."""
         self.gathered: dict[tuple[int, int], _Gathered] = {}
+        self._counts_later = counts_later
+        self._counters: list[Tensor] = []
         self._calls: dict[int, int] = defaultdict(int)
         self._index = 0
 
@@ -172,9 +180,11 @@ class WholeBatchStatistics:
         self._index = index
         self._calls.clear()
 
-    def counts_batch(self, counter: Tensor) -> bool:  # noqa: ARG002
+    def counts_batch(self, counter: Tensor) -> bool:
         """Count the batch once, not its micro-batches."""
-        return self._index == 0
+        if self._counts_later and self._index == 0:
+            self._counters.append(counter)
+        return self._index == 0 and not self._counts_later
 
     def norm(self, site: NormSite) -> Tensor:
         """Normalise with the micro-batch's statistics and keep them."""
@@ -192,13 +202,15 @@ class WholeBatchStatistics:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update every running buffer once per call of its norm, in the order of the calls."""
+        """Update every running buffer once per call of its norm, in the order of the calls, and later counters."""
         groups: dict[tuple[Any, ...], list[_Gathered]] = defaultdict(list)
         for (_, call), kept in self.gathered.items():
             rows = kept.rows
             groups[call, rows.device, rows.dtype, kept.by_instance, kept.momentum].append(kept)
         for _, calls in sorted(groups.items(), key=lambda group: group[0][0]):
             _commit(calls)
+        for counter in self._counters:
+            counter.add_(1)
 
 
 _PYTHON = ("input", "running_mean", "running_var", "weight", "bias")
@@ -244,7 +256,7 @@ def run_norm(
     if mean is None or variance is None:
         return None
 
-    def call(blank_mean: Tensor | None, blank_variance: Tensor | None, momentum: float) -> Tensor:
+    def call(blank_mean: Tensor, blank_variance: Tensor, momentum: float) -> Tensor:
         return function(**{**given, "running_mean": blank_mean, "running_var": blank_variance, "momentum": momentum})
 
     momentum = given.get("momentum", 0.1)

@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from volseg.device.gpus import host_values, is_gpu
+from volseg.device.gpus import is_gpu
 from volseg.device.torch_internals import accept_gradients_of_other_streams, is_compiled, pytree
 from volseg.errors import ParallelError, PartitionError
 from volseg.parallel.devices import Devices, name_devices
 from volseg.parallel.pipeline.balance import choose_quickest, compute_held_bytes, list_held
-from volseg.parallel.pipeline.batch import lend_untraced, run_batch
+from volseg.parallel.pipeline.batch import run_batch, run_untraced
 from volseg.parallel.pipeline.batching import Batching
-from volseg.parallel.pipeline.costs import list_layers, measure, observe_copy
+from volseg.parallel.pipeline.costs import measure
 from volseg.parallel.pipeline.micro_batch import (
     Call,
     CutBatch,
@@ -31,8 +31,7 @@ from volseg.parallel.pipeline.partition import Partition
 from volseg.parallel.pipeline.placement import Placement, place
 from volseg.parallel.pipeline.recorder import BatchRecorder
 from volseg.parallel.pipeline.stages import plan_stages, read_memory_limits
-from volseg.parallel.pipeline.trace import Trace, list_segments
-from volseg.parallel.state.random import own_random_numbers
+from volseg.parallel.pipeline.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +217,7 @@ class PipelineStrategy:
         if is_open:
             self._recorder.conditions()
             condition = self._recorder.conditions.form, self.net.training
-            runner = partial(lend_untraced, self.net, placement, self.devices)
+            runner = partial(run_untraced, self.net, placement, self.devices)
             confirm = self._batching.prove(condition, (args, kwargs), is_batch, sizes[0], runner)
         replay = self._recorder.find(placement, cut)
         if replay is not None:
@@ -290,30 +289,25 @@ class PipelineStrategy:
 
     def _plan(self, micro_batch: Callable[[int], Call], batch: int, split_size: int) -> tuple[Partition, Trace]:
         """Measure a micro-batch and choose a cut."""
-        measured = measure(self.net, *micro_batch(split_size), self.devices[0])
+        measured = measure(self.net, micro_batch(split_size), self.devices[0])
         sizes = compute_split_sizes(batch, split_size)
-        limits = read_memory_limits(self.devices)
-        with host_values():
-            is_recorded = self._recorder.is_active
-            return plan_stages(measured, self.devices, sizes[0], len(sizes), limits, is_recorded), measured.trace
+        limits, is_recorded = read_memory_limits(self.devices), self._recorder.is_active
+        return plan_stages(measured, self.devices, sizes[0], len(sizes), limits, is_recorded), measured.trace
 
     def _cut_by_hand(self, call: Call, samples: int) -> tuple[Partition, Trace]:
         """Cut at the user's modules; nothing is timed."""
         assert self.cuts is not None
-        with own_random_numbers(self.devices[:1]):
-            _, trace, observer = observe_copy(self.net, *call, self.devices[0])
-        found = list_segments(trace)
-        activations, layers = list_layers(self.net, observer, found, [(0.0, 0.0)] * len(found))
-        starts = [find_start(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
-        ends = [0, *starts, len(found)]
+        measured = measure(self.net, call, self.devices[0], is_timed=False)
+        layers = measured.layers
+        starts = [find_start(cut, [layer.modules[0] for layer in layers]) for cut in self.cuts]
+        ends = [0, *starts, len(layers)]
         if sorted(set(ends)) != ends:
             raise PartitionError(
                 f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}"
             )
         lengths = [end - start for start, end in pairwise(ends)]
-        with host_values():
-            held = list_held(compute_held_bytes(activations, len(found), self._recorder.is_active), lengths)
-        return Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples, held), trace
+        held = list_held(compute_held_bytes(measured.activations, len(layers), self._recorder.is_active), lengths)
+        return Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples, held), measured.trace
 
     def _place(self, partition: Partition, trace: Trace) -> None:
         """Move the layers to their devices."""
