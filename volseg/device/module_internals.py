@@ -30,6 +30,9 @@ FORWARD_PRE_HOOKS_WITH_KWARGS = "_forward_pre_hooks_with_kwargs"
 FORWARD_HOOKS_ALWAYS_CALLED = "_forward_hooks_always_called"
 """Attributes of a module: which of its hooks want keywords, and which are called after a failure too."""
 
+HOOKS = (FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS)
+HOOK_FLAGS = (FORWARD_HOOKS_WITH_KWARGS, FORWARD_HOOKS_ALWAYS_CALLED, FORWARD_PRE_HOOKS_WITH_KWARGS)
+
 POST_ACCUMULATE_GRAD_HOOKS = "_post_accumulate_grad_hooks"
 """Attribute of a parameter: its hooks after the sum of its gradient, by number, or None."""
 

@@ -174,7 +174,7 @@ def test_cuts_that_do_not_exist_are_refused():
 
 def test_table_names_calls_and_the_largest_gain():
     layers = [LayerCost(modules=(name,), forward_ms=ms / 3, backward_ms=2 * ms / 3) for name, ms in TIMES.items()]
-    partition = Partition.from_lengths(layers, [1, 2], ["cuda:0", "cuda:1"], 2, [2**20, 8 * 2**20])
+    partition = Partition.from_lengths(layers, [1, 2], ["cuda:0", "cuda:1"], [2**20, 8 * 2**20], samples=2)
     assert partition.bound(13) == pytest.approx(13 * 8 / (14 * 7))  # the fill, and the heaviest stage
     assert "up_tr32 ... head (2 calls)" in str(partition)
     assert "8.000 ms in all, slowest stage 7.000 ms; at most 1.14x of one device" in str(partition)

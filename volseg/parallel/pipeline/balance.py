@@ -160,19 +160,20 @@ def balance(
     memory = np.zeros((layers + 1, layers + 1)) if held is None else held
     free = [UNLIMITED] * stages
     limits = free if memory_limits is None else list(memory_limits)
-    fastest = _compute_fastest(phases, memory, limits)
-    if fastest is None:
+    front = _compute_front([*phases, memory], [free, free, limits], minimised=2)
+    if not front:
         peak = max(list_held(memory, balance_stages(memory, stages)))
         raise PartitionError(
             f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one device, and "
             f"the devices have {', '.join(f'{limit / 2**30:.3f}' for limit in limits)} GiB; use more devices, a "
             "smaller batch or smaller volumes"
         )
+    fastest, lengths = min(front, key=lambda found: (sum(found[0]), found))
     if held is None:
-        return list(fastest[1])
+        return list(lengths)
     slacks = tolerance, max(tolerance, price)
-    cuts = [_compute_least_full(phases, fastest[0], held, limits, slack) for slack in slacks]
-    return list(next((lengths for lengths in cuts if measure_unevenness(held, lengths) <= EVEN), cuts[0]))
+    cuts = [_compute_least_full(phases, fastest, held, limits, slack) for slack in slacks]
+    return list(next((cut for cut in cuts if measure_unevenness(held, cut) <= EVEN), cuts[0]))
 
 
 def _compute_least_full(
@@ -217,13 +218,6 @@ def balance_stages(held: Held, stages: int) -> list[int]:
     """Return the layers per stage of the cut whose fullest stage holds least."""
     ((_, lengths),) = _compute_front([held], [[UNLIMITED] * stages], minimised=1)
     return list(lengths)
-
-
-def _compute_fastest(phases: Sequence[Held], held: Held, limits: Sequence[float]) -> Found | None:
-    """Return the cut with the least sum of phases within the limits."""
-    free = [UNLIMITED] * len(limits)
-    front = _compute_front([*phases, held], [free, free, limits], minimised=2)
-    return min(front, key=lambda found: (sum(found[0]), found), default=None)
 
 
 def _compute_front(costs: Sequence[Held], limits: Sequence[Sequence[float]], minimised: int) -> list[Found]:

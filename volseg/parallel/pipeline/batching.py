@@ -7,6 +7,7 @@ effects: it saves nothing for backward, and changed state is restored. There is 
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
@@ -79,11 +80,9 @@ class Batching:
         """
         if self._declared is not None:
             return _resolve_declared(call, self._declared, self._same)
-        possible = mark_batch_candidates(*call)
+        possible = mark_batch_candidates(call)
         if sum(possible) > 1:
-            names = ", ".join(
-                name for name, is_candidate in zip(_name_leaves(call), possible, strict=True) if is_candidate
-            )
+            names = ", ".join(compress(_name_leaves(call), possible))
             raise ParallelError(
                 f"the arguments {names} are as long as the batch; state which have one row per sample: "
                 "ModelParallel(..., batched=[...]) with their positions or names"
@@ -174,8 +173,7 @@ def _resolve_declared(call: Call, declared: Sequence[int | str], same: Mapping[i
     for name, value in given:
         is_declared = name in declared or same.get(name) in declared
         chosen += [is_declared and isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)]
-    leaves = pytree.tree_leaves(call)
-    lengths = {len(leaf) if leaf.dim() else 0 for leaf, is_cut in zip(leaves, chosen, strict=True) if is_cut}
+    lengths = {len(leaf) if leaf.dim() else 0 for leaf in compress(pytree.tree_leaves(call), chosen)}
     if len(lengths) != 1 or 0 in lengths:
         raise ParallelError(
             f"batched={list(declared)} names the arguments that hold one row per sample, so their tensors must be of "

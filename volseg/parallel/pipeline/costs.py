@@ -47,11 +47,6 @@ class Measured:
     activations: tuple[KeptActivation, ...]
 
 
-def select(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make a GPU torch's current one in the block; do nothing for other devices."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def observe_copy(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[nn.Module, Trace, Observer]:
@@ -65,7 +60,9 @@ def observe_copy(
         probe = copy_network(net, device, with_hooks=as_user)
         own_args, own_kwargs = move_call((args, kwargs), device)
         try:
-            with torch.enable_grad(), Observer(probe, counts=not as_user) as observer:
+            observer = Observer(probe)
+            counting = torch.autograd.graph.saved_tensors_hooks(observer.count, lambda dropped: dropped)
+            with torch.enable_grad(), contextlib.nullcontext() if as_user else counting, observer:
                 # Arguments that forward changes in place exist from the start.
                 observer.note_arguments((own_args, own_kwargs))
                 output = probe(*own_args, **own_kwargs)
@@ -131,7 +128,8 @@ def measure(net: nn.Module, call: Call, device: torch.device, is_timed: bool = T
     PartitionError
         If the network cannot be copied.
     """
-    with select(device), own_random_numbers([device]):
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with current, own_random_numbers([device]):
         probe, trace, observer = observe_copy(net, *call, device)
         found = list_segments(trace)
         passes = []
@@ -183,7 +181,7 @@ def list_layers(
 
 
 class Stopwatch(runs.Run):
-    """Time each segment's forward and backward separately."""
+    """Time each segment's forward and backward separately, from its creation on."""
 
     def __init__(self, net: nn.Module, parts: Sequence[Segment], device: torch.device) -> None:
         super().__init__()
@@ -200,11 +198,7 @@ class Stopwatch(runs.Run):
         self._paused = False
         self.times = np.full((len(parts), 2), np.nan)
         """Forward and backward milliseconds of each segment; NaN for those that this pass did not run."""
-
-    def __enter__(self) -> "Stopwatch":
-        super().__enter__()
         self._begin()
-        return self
 
     def _begin(self) -> None:
         self._part, self._sent = object(), list[Tensor]()

@@ -25,7 +25,13 @@ from volseg.device.gpus import (
     release_cache,
 )
 from volseg.device.graph import make_graph, make_pool, undisturbed
-from volseg.device.torch_internals import TorchDispatchMode, find_saved_tensors_hooks, find_transform, get_storage_key
+from volseg.device.torch_internals import (
+    TorchDispatchMode,
+    find_saved_tensors_hooks,
+    find_transform,
+    get_storage_key,
+    without_overrides,
+)
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.observer import DIFFERENTIATE
@@ -91,11 +97,11 @@ class Lanes:
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Record the work that ``work`` queues on the devices, from this thread only; return its replay and its result.
 
-        ``work`` chooses lanes by ``turn_to``. On GPUs no kernel runs.
+        ``work`` chooses lanes by ``turn_to``, and runs under ``RefusedOperations``. On GPUs no kernel runs.
         """
         if not self._gpus:
             graph = HostGraph()
-            with undisturbed(), graph:
+            with undisturbed(), graph, RefusedOperations(self.first):
                 return graph.replay, work()
         own = make_graph(self._start, self._pool, is_step=False)
         joined = [*self._streams.values(), *list_copy_streams(self._gpus)]
@@ -108,7 +114,8 @@ class Lanes:
                 for stream in joined:
                     stream.wait_stream(self._start)
                 # Backward must not run in autograd's own threads: their allocations would not be the recording's.
-                with self.turn_to(0), torch.autograd.set_multithreading_enabled(False):
+                refused, one_thread = RefusedOperations(self.first), torch.autograd.set_multithreading_enabled(False)
+                with self.turn_to(0), refused, one_thread:
                     result = work()
                 for stream in joined:
                     self._start.wait_stream(stream)
@@ -164,7 +171,8 @@ class HostGraph(TorchDispatchMode):
             # As on a GPU, where graphs share memory: earlier contents are gone.
             old.fill_(float("nan") if old.is_floating_point() else 0)
         for function, args, kwargs, new in self._steps:
-            again = runs.iterate_tensors(function(*args, **kwargs))
+            with without_overrides():  # modes see functions, and not what a graph repeats
+                again = runs.iterate_tensors(function(*args, **kwargs))
             for first, other in zip(new, again, strict=True):
                 if first is not None:
                     first.copy_(other)
@@ -203,39 +211,22 @@ class RefusedOperations(TorchDispatchMode):
 
 
 class RecordedRun(PlacedRun):
-    """A placed run under ``RefusedOperations`` that also refuses derivatives, hooks of saved tensors, and changes.
+    """A placed run that refuses derivatives, hooks of saved tensors, and changes of tensors that outlive it.
 
     Parameters
     ----------
     placement, statistics, context
         As for any placed run.
     inputs
-        The arguments of ``forward``, which it must not change; nor may it change its state.
-    first
-        Device that starts the graph.
+        The tensors in the arguments.
     """
 
     def __init__(
-        self,
-        placement: Placement,
-        statistics: WholeBatchStatistics,
-        context: BatchContext,
-        inputs: Iterable[Tensor],
-        first: torch.device,
+        self, placement: Placement, statistics: WholeBatchStatistics, context: BatchContext, inputs: Iterable[Tensor]
     ) -> None:
         super().__init__(placement, statistics, context)
-        self._refused = RefusedOperations(first)
         # By memory instead of identity: ``.data`` is another tensor, with a version of its own.
         self._memory = set(map(_find_memory, (*placement.states, *inputs)))
-
-    def __enter__(self) -> "RecordedRun":
-        self._refused.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)
-        self._refused.__exit__(*failure)
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -15,6 +15,7 @@ to record runs ``forward`` once more than the user did. It has no side effects, 
 
 import logging
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -164,16 +165,10 @@ class BatchRecorder:
         key = identify_batch(self.conditions(), batch.call, batch.target, self._modes)
         if key is None:
             return None
-        kind = self._recordings.find_kind(key)
-        if kind.recording is None and self._recordings.is_warm(kind) and self._recordings.make_room():
-            self._record(kind, placement, batch)
-        if kind.recording is not None and kind.recording.is_free:
-            found: RecordedBatch = self._recordings.use(kind)
-            return found
-        self._recordings.count(kind)
-        return None
+        found: RecordedBatch | None = self._recordings.find(key, partial(self._record, placement, batch))
+        return found
 
-    def _record(self, kind: Kind, placement: Placement, batch: CutBatch) -> None:
+    def _record(self, placement: Placement, batch: CutBatch, kind: Kind) -> None:
         try:
             self._recordings.keep(kind, self._attempt(placement, batch))
         except Exception as failure:  # a recording that fails costs speed, not the run

@@ -7,7 +7,7 @@ they would not help; the partition reports this.
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -82,18 +82,16 @@ def plan_stages(
         # An estimate must not forbid a batch that may fit: even memory out and let the device decide.
         logger.warning("%s; cutting for even memory", failure)
         lengths = balance_stages(memory, most)
-    names, notes = list(map(str, devices)), _explain_idle(predicted or {most: 0.0}, len(lengths), len(devices))
-    return Partition.from_lengths(layers, lengths, names, samples, list_held(held, lengths), notes, predicted)
-
-
-def _explain_idle(predicted: Mapping[int, float], stages: int, devices: int) -> list[str]:
-    """Return why devices stay idle, if they do."""
-    if stages == devices:
-        return []
-    idle, most = f"{devices - stages} of {devices} devices stay idle", max(predicted)
-    if most == stages:
-        return [f"{idle}: the network has only {stages} separable layers, or memory allows no more stages"]
-    return [f"{idle}: a batch takes {predicted[stages]:.3f} ms on {stages} stages, {predicted[most]:.3f} ms on {most}"]
+    of_stages, notes = list_held(held, lengths), []
+    if idle := len(devices) - len(lengths):
+        times = ", ".join(f"{stages}: {ms:.3f}" for stages, ms in predicted.items())
+        notes = [
+            f"{idle} of {len(devices)} devices stay idle: the network has {len(layers)} separable layers; predicted ms "
+            f"of a batch by number of stages, if they fit into memory: {times or 'none'}"
+        ]
+    return Partition.from_lengths(
+        layers, lengths, devices, of_stages, samples=samples, notes=tuple(notes), predicted_ms=predicted
+    )
 
 
 def _predict_copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> float:

@@ -47,7 +47,7 @@ class NormSite:
     by_instance: bool
     device: torch.device
     """Device of the call; a borrowed layer's buffers are on another one."""
-    call: Callable[[Tensor, Tensor, float], Tensor]
+    call: Callable[[Tensor | None, Tensor | None, float], Tensor]
     """Call the norm with given running buffers and momentum."""
 
 
@@ -59,16 +59,18 @@ class FrozenStatistics:
     counts_batches
         Whether counters increase nevertheless, for a caller that restores the buffers: norms with ``momentum=None``
         divide by their counter, which is 0 before the first batch.
+    keeps_form
+        Whether norms get blank running buffers, for a recomputation: torch's checkpoint counts saved tensors, and the
+        forward pass saved such buffers too.
     """
 
-    def __init__(self, counts_batches: bool = False) -> None:
-        self._counts_batches = counts_batches
+    def __init__(self, counts_batches: bool = False, keeps_form: bool = False) -> None:
+        self._counts_batches, self._keeps_form = counts_batches, keeps_form
 
     def norm(self, site: NormSite) -> Tensor:
-        """Normalise with the batch's statistics and discard them, with blank running buffers.
-
-        torch's checkpoint counts saved tensors, and the forward pass has saved such buffers.
-        """
+        """Normalise with the batch's statistics and discard them."""
+        if not self._keeps_form:
+            return site.call(None, None, site.momentum)
         mean, variance = (torch.zeros_like(kept, device=site.device) for kept in site.running)
         return site.call(mean, variance, site.momentum)
 
@@ -224,22 +226,23 @@ NORMS: dict[Any, tuple[str, ...]] = {
 """Functions that update running statistics, with the names of their arguments."""
 
 
-def bind_arguments(function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a norm's arguments by name."""
-    return {**dict(zip(NORMS[function], args, strict=False)), **kwargs}
-
-
 def run_norm(
-    statistics: FrozenStatistics | WholeBatchStatistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
+    statistics: FrozenStatistics | WholeBatchStatistics,
+    function: Norm,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    bring: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Tensor | None:
     """Run one of ``NORMS`` under ``statistics``; return ``None`` if the call updates no statistics.
+
+    ``bring`` returns a tensor on the device of the call; the running buffers stay where they are.
 
     Raises
     ------
     ParallelError
         If a batch norm gets one value per channel.
     """
-    given = bind_arguments(function, args, kwargs)
+    given = {**dict(zip(NORMS[function], args, strict=False)), **kwargs}
     by_instance = "use_input_stats" in NORMS[function]
     if not (given.get("use_input_stats", True) if by_instance else given.get("training", False)):
         return None
@@ -256,8 +259,11 @@ def run_norm(
     if mean is None or variance is None:
         return None
 
-    def call(blank_mean: Tensor, blank_variance: Tensor, momentum: float) -> Tensor:
+    def call(blank_mean: Tensor | None, blank_variance: Tensor | None, momentum: float) -> Tensor:
         return function(**{**given, "running_mean": blank_mean, "running_var": blank_variance, "momentum": momentum})
 
+    for name in ("input", "weight", "bias"):
+        if isinstance(given.get(name), Tensor):
+            given[name] = bring(given[name])
     momentum = given.get("momentum", 0.1)
     return statistics.norm(NormSite((mean, variance), momentum, by_instance, given["input"].device, call))

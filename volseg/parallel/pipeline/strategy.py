@@ -23,6 +23,7 @@ from volseg.parallel.pipeline.micro_batch import (
     Call,
     CutBatch,
     compute_split_sizes,
+    count_samples,
     get_batch_size,
     mark_batch_candidates,
     split,
@@ -206,19 +207,19 @@ class PipelineStrategy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network's ``forward`` on each micro-batch and join the outputs, on the device of the input."""
         target = self._get_output_device((args, kwargs))
-        args, kwargs = self._bring_to_first_stage((args, kwargs))
-        batch, is_batch = self._resolve_batch((args, kwargs))
-        placement, split_size = self._prepare(args, kwargs, batch, is_batch)
-        calls, sizes = split(args, kwargs, split_size, is_batch), compute_split_sizes(batch, split_size)
+        call = self._bring_to_first_stage((args, kwargs))
+        is_batch = self._mark_batch(call)
+        placement, split_size = self._prepare(call, is_batch)
+        calls, sizes = split(call, split_size, is_batch), compute_split_sizes(count_samples(call, is_batch), split_size)
         # Different sizes show by themselves whether outputs scale with them, and a batch that is not cut needs no test.
         is_open = len(sizes) > 1 and sizes[0] == sizes[-1]
-        cut = CutBatch((args, kwargs), is_batch, calls, sizes, target)
+        cut = CutBatch(call, is_batch, calls, sizes, target)
         confirm: Callable[[Any], None] | None = None
         if is_open:
             self._recorder.conditions()
             condition = self._recorder.conditions.form, self.net.training
             runner = partial(run_untraced, self.net, placement, self.devices)
-            confirm = self._batching.prove(condition, (args, kwargs), is_batch, sizes[0], runner)
+            confirm = self._batching.prove(condition, call, is_batch, sizes[0], runner)
         replay = self._recorder.find(placement, cut)
         if replay is not None:
             return replay(cut.call)
@@ -231,14 +232,12 @@ class PipelineStrategy:
         # A placement refers to objects by identity, which loading changes; it is measured again.
         return PipelineStrategy, (self.net, self.options, self.devices)
 
-    def _resolve_batch(self, call: Call) -> tuple[int, list[bool]]:
-        """Return the number of samples, and which leaves of the call have one row for each."""
-        if self.options.batched is None and get_batch_size(*call) <= (
-            self.split_size if isinstance(self.split_size, int) else 1
-        ):
-            return get_batch_size(*call), mark_batch_candidates(*call)
-        is_batch = self._batching.mark_batch_arguments(call)
-        return len(pytree.tree_leaves(call)[is_batch.index(True)]), is_batch
+    def _mark_batch(self, call: Call) -> list[bool]:
+        """Return which leaves of the call have one row per sample."""
+        whole = self.split_size if isinstance(self.split_size, int) else 1
+        if self.options.batched is None and get_batch_size(call) <= whole:
+            return mark_batch_candidates(call)
+        return self._batching.mark_batch_arguments(call)
 
     @property
     def is_replaying(self) -> bool:
@@ -247,29 +246,28 @@ class PipelineStrategy:
 
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
         """Measure, cut and place without running, as a loaded optimizer state needs it beforehand."""
-        args, kwargs = self._bring_to_first_stage((args, kwargs))
-        self._prepare(args, kwargs, *self._resolve_batch((args, kwargs)))
+        call = self._bring_to_first_stage((args, kwargs))
+        self._prepare(call, self._mark_batch(call))
         return self.partition
 
-    def _prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, is_batch: Sequence[bool]
-    ) -> tuple[Placement, int]:
+    def _prepare(self, call: Call, is_batch: Sequence[bool]) -> tuple[Placement, int]:
         """Return the placement and the split size, measured on the first call of each shape."""
-        shapes = tuple(leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor))
         split_size = self._splits.get(shapes)
         if split_size is None or self.placement is None:
             # Parameters that were moved under inference mode could never be trained again.
             with torch.inference_mode(False):
-                split_size = self._splits[shapes] = self._decide((args, kwargs), batch, is_batch)
+                split_size = self._splits[shapes] = self._decide(call, is_batch)
         assert self.placement is not None
         return self.placement, split_size
 
-    def _decide(self, call: Call, batch: int, is_batch: Sequence[bool]) -> int:
+    def _decide(self, call: Call, is_batch: Sequence[bool]) -> int:
         """Measure unknown costs; place the network on the first call."""
         refuse_hidden(self.net)
+        batch = count_samples(call, is_batch)
 
         def micro_batch(samples: int) -> Call:
-            return split(*call, samples, is_batch)[0]
+            return split(call, samples, is_batch)[0]
 
         if self.cuts is not None and self.placement is None:
             samples = min(self.split_size, batch) if isinstance(self.split_size, int) else 1
@@ -307,7 +305,7 @@ class PipelineStrategy:
             )
         lengths = [end - start for start, end in pairwise(ends)]
         held = list_held(compute_held_bytes(measured.activations, len(layers), self._recorder.is_active), lengths)
-        return Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples, held), measured.trace
+        return Partition.from_lengths(layers, lengths, self.devices, held, samples=samples), measured.trace
 
     def _place(self, partition: Partition, trace: Trace) -> None:
         """Move the layers to their devices."""
