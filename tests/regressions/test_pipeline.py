@@ -177,7 +177,7 @@ def test_kept_features_do_not_ask_again(was_trained, asked):
     ("second", "message"),
     [
         (lambda net, x: net.a.weight[: len(x)].mean((3, 4)), r"output 1 of the network has shape .* micro-batch of 3"),
-        (lambda net, x: len(x), r"another number of samples than \d"),
+        (lambda net, x: len(x), r"for a micro-batch of \d, but .* for another number of samples"),
         (lambda net, x: {"loss": x.mean()}, r"output 1 of the network has shape \(\) .*return per-sample"),
         (lambda net, x: object(), "output 1 of the network is object"),
         (
@@ -230,7 +230,7 @@ def test_argument_that_could_be_either_is_refused_until_it_is_declared():
         pipeline(copy.deepcopy(net))(x, table)
     expected = net(x, table)
     torch.testing.assert_close(pipeline(copy.deepcopy(net), batched=[0])(x, table), expected, **ROUND_OFF)
-    with pytest.raises(ParallelError, match="must be of one length; found none among number 0"):
+    with pytest.raises(ParallelError, match="must have the same length; found none among number 0"):
         pipeline(net, batched=["image"])(x, table)
 
 

@@ -331,7 +331,7 @@ class _Replicated:
 
     def _get_recordable(self) -> SpatialStrategy | OneDevice:
         if isinstance(self._placed, PipelineStrategy):
-            raise ParallelError("a pipeline records its stages by itself: call the replicas without RecordedStep")
+            raise ParallelError("a pipeline records its batches itself: call the replicas without RecordedStep")
         return self._placed
 
 

@@ -37,9 +37,9 @@ from volseg.parallel.buckets import Differences, GradientRoom, LayoutNumbers, ch
 from volseg.parallel.fixed_order import add_up
 
 REFUSAL = (
-    "some replicas used {names} in a step, others did not, so that their gradients belong to no network; let "
-    "forward() use the same parameters in all processes for any sample (multiply by zero instead of skipping), "
-    "freeze them in all, and give them the same memory format in all"
+    "only some replicas used {names} in a step, or in another memory format, so the sums of their gradients would be "
+    "wrong; use the same parameters in forward() for any sample (multiply by zero instead of skipping), freeze the "
+    "same parameters in all processes, and use one memory format"
 )
 
 OUTSIDE = (

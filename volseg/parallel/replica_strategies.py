@@ -85,7 +85,9 @@ class OneDevice:
         ParallelError
             Always.
         """
-        raise ParallelError("volumes are cut for strategy='spatial', and each replica of this network has whole ones")
+        raise ParallelError(
+            "only strategy='spatial' cuts volumes; each replica of this network processes whole volumes"
+        )
 
     def prepare_recording(self) -> list[torch.Generator]:
         """Prepare a CUDA graph of a step: nothing to do."""

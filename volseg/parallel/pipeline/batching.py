@@ -125,8 +125,8 @@ class Batching:
             again = self._look(call, is_batch, size, runner)
             if not _covers(again, returned):
                 raise ParallelError(
-                    f"the network returns {again[1:]} for another number of samples than {size}, for which it returns "
-                    f"{returned[1:]}: values that depend on the size of a micro-batch would not be those of the batch"
+                    f"the network returns {returned[1:]} for a micro-batch of {size}, but {again[1:]} for another "
+                    "number of samples; the pipeline needs outputs that do not depend on the number of samples"
                 )
             kinds.append(again)
 
@@ -176,8 +176,8 @@ def _resolve_declared(call: Call, declared: Sequence[int | str], same: Mapping[i
     lengths = {len(leaf) if leaf.dim() else 0 for leaf in compress(pytree.tree_leaves(call), chosen)}
     if len(lengths) != 1 or 0 in lengths:
         raise ParallelError(
-            f"batched={list(declared)} names the arguments that hold one row per sample, so their tensors must be of "
-            f"one length; found {sorted(lengths) or 'none'} among {', '.join(_name_leaves(call))}"
+            f"the tensors in the arguments batched={list(declared)} have one row per sample, so they must have the "
+            f"same length; found {sorted(lengths) or 'none'} among {', '.join(_name_leaves(call))}"
         )
     return chosen
 

@@ -73,7 +73,7 @@ class Lanes:
         """Device that starts the graphs."""
         self._gpus = [device for device in every if is_gpu(device)]
         if self._gpus and len(self._gpus) < len(every):
-            raise RecordRefusedError("a CUDA graph cannot hold the work of a CPU")
+            raise RecordRefusedError("a CUDA graph cannot contain work of a CPU")
         self.count = count if self._gpus else 1
         if not self._gpus:
             return
@@ -114,8 +114,8 @@ class Lanes:
                 for stream in joined:
                     stream.wait_stream(self._start)
                 # Backward must not run in autograd's own threads: their allocations would not be the recording's.
-                refused, one_thread = RefusedOperations(self.first), torch.autograd.set_multithreading_enabled(False)
-                with self.turn_to(0), refused, one_thread:
+                several_threads = torch.autograd.set_multithreading_enabled
+                with self.turn_to(0), RefusedOperations(self.first), several_threads(False):
                     result = work()
                 for stream in joined:
                     self._start.wait_stream(stream)

@@ -249,9 +249,9 @@ def run_norm(
     shape = given["input"].shape
     if not by_instance and shape.numel() == shape[1]:
         raise ParallelError(
-            f"a batch norm in training got an input of shape {tuple(shape)}, one value per channel, and a pipeline "
-            "normalises each micro-batch by itself: take a larger split_size, batches that leave no remainder of one "
-            "sample, or an instance or group norm"
+            f"a batch norm in training got an input of shape {tuple(shape)}, one value per channel: a pipeline "
+            "normalises each micro-batch separately; use a larger split_size, a batch size that leaves no remainder of "
+            "one sample, or an instance or group norm"
         )
     if isinstance(statistics, WholeBatchStatistics) and not by_instance:
         statistics.splits_batch_norm = statistics.micro_batches > 1

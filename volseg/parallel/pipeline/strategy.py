@@ -161,7 +161,7 @@ class PipelineStrategy:
     is_shared = False
     """Whether volumes are spread over several processes: a pipeline runs in one."""
     is_recordable = False
-    """Whether a whole step can be one CUDA graph: a pipeline records its stages by itself."""
+    """Whether a whole step can be one CUDA graph: a pipeline records its batches itself."""
 
     @property
     def step_devices(self) -> NoReturn:
@@ -170,9 +170,9 @@ class PipelineStrategy:
         Raises
         ------
         ParallelError
-            Always: a pipeline records its stages, one by one.
+            Always: a pipeline records its batches itself.
         """
-        raise ParallelError("a step is recorded for strategy='spatial', not for a pipeline, which records its stages")
+        raise ParallelError("only a step of strategy='spatial' can be recorded; a pipeline records its batches itself")
 
     @property
     def volumes(self) -> NoReturn:
@@ -184,8 +184,8 @@ class PipelineStrategy:
             Always: a pipeline cuts none.
         """
         raise ParallelError(
-            "volumes are cut and batches scattered for strategy='spatial', but this model runs as a pipeline, "
-            "which takes whole batches"
+            "only strategy='spatial' cuts volumes and scatters batches; this model is a pipeline, which takes whole "
+            "batches"
         )
 
     @property
@@ -280,7 +280,7 @@ class PipelineStrategy:
         plans = {size: self._plan(micro_batch, batch, size) for size in sizes}
         predicted = {size: partition.batch_ms for size, (partition, _) in plans.items()}
         chosen = choose_quickest(predicted)
-        logger.info("split_size='auto': %s ms per batch of %d; taking %d", predicted, batch, chosen)
+        logger.info("split_size='auto': %s ms per batch of %d; using %d", predicted, batch, chosen)
         if self.placement is None:
             self._place(*plans[chosen])
         return chosen
@@ -341,7 +341,7 @@ def refuse_hidden(net: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
             where = repr(path) if path else "the network itself"
             raise PartitionError(
-                f"the pipeline intercepts the functions of a network, and {where} ({type(module).__name__}) is "
+                f"the pipeline intercepts the functions of a network, but {where} ({type(module).__name__}) is "
                 "scripted or compiled: pass the original module (of torch.compile: its _orig_mod)"
             )
 
@@ -358,6 +358,6 @@ def find_start(cut: str, starts: Sequence[str]) -> int:
         if path == cut or path.startswith(f"{cut}."):
             return number
     raise PartitionError(
-        f"no stage can start at {cut!r}: forward does not call this module, or it lies between the creation and "
+        f"no stage can start at {cut!r}: forward does not call this module, or calls it between the creation and "
         f"an in-place change of a tensor. Stages can start at {', '.join(starts[1:]) or 'no module of this network'}"
     )
