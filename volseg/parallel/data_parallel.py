@@ -179,9 +179,11 @@ class _Replicated:
             self._placed = placed if isinstance(placed, PipelineStrategy) else placed.volumes
         else:
             self._placed = OneDevice(model, replicas)
-        pipeline = self._placed if isinstance(self._placed, PipelineStrategy) else None
-        self.inner = Piped(model, pipeline, replicas) if pipeline is not None else self._placed
-        devices = self._placed.step_devices if pipeline is None else pipeline.devices
+        self.inner: SpatialStrategy | OneDevice | Piped
+        if isinstance(self._placed, PipelineStrategy):
+            self.inner, devices = Piped(model, self._placed, replicas), self._placed.devices
+        else:
+            self.inner, devices = self._placed, self._placed.step_devices
         self.home = devices[0]
         check_norms(net, replicas)
         self._devices = list(dict.fromkeys(devices))
@@ -204,12 +206,12 @@ class _Replicated:
 
     def _sum_gradients(self) -> GradientSums | None:
         """Make the strategy sum its gradients over processes, and return the sums; None for a single process."""
-        group, options = self.replicas.group, {"fixed_order": self.replicas.fixed_order}
+        group, fixed_order = self.replicas.group, self.replicas.fixed_order
         if group is None:
             return None
         if isinstance(self.inner, SpatialStrategy):
-            return self.inner.sum_gradients(group, **options)
-        self.inner.sums = GradientSums(group, self.home, **options)
+            return self.inner.sum_gradients(group, fixed_order=fixed_order)
+        self.inner.sums = GradientSums(group, self.home, fixed_order=fixed_order)
         return self.inner.sums
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

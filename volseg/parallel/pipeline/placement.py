@@ -9,7 +9,7 @@ micro-batches flow back the way they came.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -171,7 +171,7 @@ class PlacedRun(runs.Run):
         self._senders: list[ref[Tensor]] = []
         self._device_before: int | None = None
 
-    def __enter__(self) -> "PlacedRun":
+    def __enter__(self) -> Self:
         super().__enter__()
         if self.here.device.type == "cuda":
             self._device_before = torch.cuda.current_device()

@@ -12,7 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ class Run(TorchFunctionMode):
     root: nn.Module | None = None
     """Module whose end ends the run, if the hooks started the run."""
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> Self:
         self._outer = getattr(_active, "run", None)
         _active.run = self
         super().__enter__()
