@@ -64,6 +64,14 @@ def test_attempt_leaves_no_trace():
     assert len(called) == WARM_UP + 1
 
 
+def test_a_module_with_two_names_is_recorded():
+    """An attempt left its own parameters in the module, and took DynUNet for a network that changes them."""
+    net = chain(lambda net, x: net.b(net.a(x)))
+    net.other = nn.Sequential(net.a)
+    model = assert_same_steps(net, [(volumes(),) for _ in range(WARM_UP + 2)], cuts=["b"], record=True, lr=0.1)
+    assert model.strategy.is_replaying
+
+
 def test_forward_that_keeps_something_is_not_replayed():
     """A network that keeps its features for the caller kept those of the recording."""
     net = chain(lambda net, x: (setattr(net, "features", net.a(x).detach()), net.b(net.a(x)))[1])

@@ -40,6 +40,7 @@ get_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgett
 get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
 get_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(MODULES)
 get_forward_pre_hooks: Callable[[nn.Module], dict[int, Callable]] = attrgetter(FORWARD_PRE_HOOKS)
+get_backward_hooks: Callable[[Any], dict[int, Callable] | None] = attrgetter(BACKWARD_HOOKS)
 
 HOOKS_OF_ALL_MODULES: tuple[dict[int, Callable], ...] = (
     _of_all_modules._global_forward_hooks,

@@ -25,13 +25,7 @@ from volseg.device.gpus import (
     release_cache,
 )
 from volseg.device.graph import make_graph, make_pool, undisturbed
-from volseg.device.torch_internals import (
-    TorchDispatchMode,
-    find_saved_tensors_hooks,
-    find_transform,
-    get_storage_key,
-    without_overrides,
-)
+from volseg.device.torch_internals import TorchDispatchMode, find_saved_tensors_hooks, find_transform, get_storage_key
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.observer import DIFFERENTIATE
@@ -171,8 +165,7 @@ class HostGraph(TorchDispatchMode):
             # As on a GPU, where graphs share memory: earlier contents are gone.
             old.fill_(float("nan") if old.is_floating_point() else 0)
         for function, args, kwargs, new in self._steps:
-            with without_overrides():  # modes see functions, and not what a graph repeats
-                again = runs.iterate_tensors(function(*args, **kwargs))
+            again = runs.iterate_tensors(function(*args, **kwargs))
             for first, other in zip(new, again, strict=True):
                 if first is not None:
                     first.copy_(other)

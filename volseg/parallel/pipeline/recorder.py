@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from volseg.device.gpus import has_values, is_gpu, observer
 from volseg.device.graph import describe_inputs, read_modes
-from volseg.device.module_internals import HOOKS_OF_ALL_MODULES
+from volseg.device.module_internals import HOOKS_OF_ALL_MODULES, get_backward_hooks
 from volseg.device.torch_internals import count_dispatch_modes
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.graphs import RecordRefusedError
@@ -177,6 +177,9 @@ class BatchRecorder:
 
     def _attempt(self, placement: Placement, batch: CutBatch) -> RecordedBatch:
         """Record without side effects."""
+        # The estimate counts on it too: replicas sum the gradients of a pipeline by such hooks.
+        if hooked := next((name for name, p in self._net.named_parameters() if get_backward_hooks(p)), None):
+            raise RecordRefusedError(f"{hooked} has a hook for its gradient")
         observer().on_mark("record_pipeline")
         # Recorded GPU work draws from the GPUs' generators, which a recording does not advance.
         with Attempt(self._net, written=placement.written) as attempt:
