@@ -204,7 +204,7 @@ class WholeBatchStatistics:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update every running buffer once per call of its norm, in the order of the calls, and later counters."""
+        """Update every running buffer once per call of its norm, in the order of the calls; then count the batch."""
         groups: dict[tuple[Any, ...], list[_Gathered]] = defaultdict(list)
         for (_, call), kept in self.gathered.items():
             rows = kept.rows
