@@ -180,6 +180,15 @@ def test_kept_features_do_not_ask_again(was_trained, asked):
     assert keeping.lengths[-4:] == [2] * 4
 
 
+def test_a_list_that_forward_refills_and_returns():
+    """Outputs are looked at before the network gets its earlier state again."""
+    net = chain(lambda net, x: (net.kept.clear(), net.kept.append(net.b(net.a(x))), net.kept)[2])
+    net.kept = []
+    reference, model = copy.deepcopy(net), pipeline(net)
+    for x in (volumes(4), volumes(4)):
+        torch.testing.assert_close(model(x)[0], reference(x)[0], **ROUND_OFF)
+
+
 @pytest.mark.parametrize("split_size", [1, 2])
 @pytest.mark.parametrize(
     ("second", "message"),

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -92,10 +92,19 @@ def _send_home(output: Any, target: torch.device, pending: PendingCopies) -> tup
 
 
 def run_untraced(
-    net: nn.Module, placement: Placement, devices: Sequence[torch.device], call: Call, with_hooks: bool
+    net: nn.Module,
+    placement: Placement,
+    devices: Sequence[torch.device],
+    call: Call,
+    with_hooks: bool,
+    look: Callable[[Any], Any],
 ) -> Any:
-    """Run the placed network without side effects, with the user's hooks or without."""
+    """Run the placed network without side effects, with the user's hooks or without, and ``look`` at its output.
+
+    The output may be a list of the network's own, which then gets its earlier contents again.
+    """
     hooks = contextlib.nullcontext() if with_hooks else runs.set_hooks_aside(net)
-    run = PlacedRun(placement, FrozenStatistics(counts_batches=True))  # the attempt restores the counters
-    with Attempt(net, devices, written=placement.written), hooks, run:
-        return net(*call[0], **call[1])
+    with Attempt(net, devices, written=placement.written), hooks:
+        with PlacedRun(placement, FrozenStatistics(counts_batches=True)):  # the attempt restores the counters
+            output = net(*call[0], **call[1])
+        return look(output)

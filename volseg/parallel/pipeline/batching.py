@@ -24,15 +24,15 @@ from volseg.parallel.pipeline.micro_batch import (
     resize_call,
 )
 
-Runner: TypeAlias = Callable[[Call, bool], Any]
-"""Function that runs the network without side effects; the flag enables the user's hooks."""
+Returned: TypeAlias = tuple[Hashable, ...]
+"""Structure of a run's output, and for each leaf the number of dimensions of a tensor, or a plain value."""
+
+Runner: TypeAlias = Callable[[Call, bool, Callable[[Any], Returned]], Returned]
+"""Function that runs the network without side effects; the flag enables the user's hooks. Returns what the function
+returns for the output."""
 
 MOST_KNOWN = 64
 """Conditions of the network for which outputs are cached."""
-
-
-Returned: TypeAlias = tuple[Hashable, ...]
-"""Structure of a run's output, and for each leaf the number of dimensions of a tensor, or a plain value."""
 
 
 def _describe(values: Any) -> Returned:
@@ -140,19 +140,22 @@ class Batching:
         """
         samples = _choose_unusual_number(call, size)
         failures: list[Exception] = []
+
+        def check(output: Any) -> Returned:
+            for number, leaf in enumerate(pytree.tree_leaves(output)):
+                if isinstance(leaf, Tensor):
+                    check_length(leaf, samples, number)
+            return _describe(output)
+
         for as_user in (False, True):
             try:
                 with torch.set_grad_enabled(as_user and torch.is_grad_enabled()):
-                    output = runner(copy_call(resize_call(call, is_batch, samples)), as_user)
-                for number, leaf in enumerate(pytree.tree_leaves(output)):
-                    if isinstance(leaf, Tensor):
-                        check_length(leaf, samples, number)
-                return _describe(output)
+                    return runner(copy_call(resize_call(call, is_batch, samples)), as_user, check)
             except Exception as failure:  # the second run may succeed
                 failures.append(failure)
         if unlike := [failure for failure in failures if isinstance(failure, ParallelError)]:
             raise unlike[0]
-        runner(copy_call(call), True)  # a network that cannot run the batch itself raises its own error
+        runner(copy_call(call), True, _describe)  # a network that cannot run the batch itself raises its own error
         raise ParallelError(
             f"the pipeline ran {samples} samples instead of {size} to find the outputs with one row per sample; this "
             f"run failed: {failures[0]}. Choose a split_size that leaves a remainder, or the "

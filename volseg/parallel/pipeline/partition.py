@@ -14,8 +14,6 @@ from typing import Any
 
 MIB = 2**20
 
-PHASES = ("forward_ms", "backward_ms")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
@@ -138,8 +136,8 @@ class Partition:
             paths = stage.modules
             span = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)} calls)"
             memory = (f"{stage.parameter_bytes / MIB:.2f}", f"{stage.activation_bytes / MIB:.2f}")
-            forward, backward = (sum(getattr(layer, name) for layer in stage.layers) for name in PHASES)
-            times = (f"{forward:.3f}", f"{backward:.3f}")
+            phases = ("forward_ms", "backward_ms")
+            times = (f"{sum(getattr(layer, name) for layer in stage.layers):.3f}" for name in phases)
             rows.append((str(number), stage.device, *times, *memory, span))
         widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
         lines = [
