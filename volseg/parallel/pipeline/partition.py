@@ -137,8 +137,8 @@ class Partition:
             span = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)} calls)"
             memory = (f"{stage.parameter_bytes / MIB:.2f}", f"{stage.activation_bytes / MIB:.2f}")
             phases = ("forward_ms", "backward_ms")
-            times = (f"{sum(getattr(layer, name) for layer in stage.layers):.3f}" for name in phases)
-            rows.append((str(number), stage.device, *times, *memory, span))
+            forward, backward = (f"{sum(getattr(layer, name) for layer in stage.layers):.3f}" for name in phases)
+            rows.append((str(number), stage.device, forward, backward, *memory, span))
         widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
         lines = [
             "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows

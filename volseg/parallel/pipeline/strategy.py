@@ -52,8 +52,8 @@ class Pipeline:
         eager batches, and replays them for batches of the same kind; each kind keeps the activations of one batch
         allocated. ``"auto"`` records on GPUs.
     batched : sequence of int or str, optional
-        Positions and names of the arguments with one row per sample; others are passed whole to each micro-batch. By
-        default the one argument that is as long as the batch; name them if there are several.
+        Positions and names of the arguments with one row per sample; others go whole to each micro-batch. By default
+        the one argument that is as long as the batch; name them if there are several.
 
     Raises
     ------
