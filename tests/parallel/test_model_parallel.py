@@ -132,7 +132,9 @@ def test_a_pipeline_says_that_it_cuts_no_volumes_and_records_by_itself():
         ParallelError, match="only strategy='spatial' cuts volumes and scatters batches; this model is a pipe"
     ):
         scatter_batch(model, {})
-    with pytest.raises(ParallelError, match="recorded for strategy='spatial', not for a pipeline, which records its"):
+    with pytest.raises(
+        ParallelError, match="only a step of strategy='spatial' can be recorded; a pipeline records its batches"
+    ):
         RecordedStep(model, lambda x: x)
     with pytest.raises(ParallelError, match=r"one GPU per process, but this model is on \['cpu'\]"):
         RecordedStep(parallel(net()), lambda x: x)
