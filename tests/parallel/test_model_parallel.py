@@ -128,9 +128,13 @@ def test_an_option_that_a_strategy_does_not_have_is_refused_with_those_that_it_h
 
 def test_a_pipeline_says_that_it_cuts_no_volumes_and_records_by_itself():
     model = ModelParallel(net(), split_size=2, devices=["cpu"] * 2)
-    with pytest.raises(ParallelError, match="batches scattered for strategy='spatial', but this model runs as a pipe"):
+    with pytest.raises(
+        ParallelError, match="only strategy='spatial' cuts volumes and scatters batches; this model is a pipe"
+    ):
         scatter_batch(model, {})
-    with pytest.raises(ParallelError, match="recorded for strategy='spatial', not for a pipeline, which records its"):
+    with pytest.raises(
+        ParallelError, match="only a step of strategy='spatial' can be recorded; a pipeline records its batches"
+    ):
         RecordedStep(model, lambda x: x)
     with pytest.raises(ParallelError, match=r"one GPU per process, but this model is on \['cpu'\]"):
         RecordedStep(parallel(net()), lambda x: x)

@@ -11,6 +11,8 @@ from volseg.parallel.record_policy import MOST_KINDS, Recorder, Recordings
 class Played:
     """A recording with a number."""
 
+    is_free = True
+
     def __init__(self, name):
         self.name, self.released = name, False
 

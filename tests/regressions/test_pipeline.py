@@ -64,6 +64,14 @@ def test_attempt_leaves_no_trace():
     assert len(called) == WARM_UP + 1
 
 
+def test_a_module_with_two_names_is_recorded():
+    """An attempt left its own parameters in the module, and took DynUNet for a network that changes them."""
+    net = chain(lambda net, x: net.b(net.a(x)))
+    net.other = nn.Sequential(net.a)
+    model = assert_same_steps(net, [(volumes(),) for _ in range(WARM_UP + 2)], cuts=["b"], record=True, lr=0.1)
+    assert model.strategy.is_replaying
+
+
 def test_forward_that_keeps_something_is_not_replayed():
     """A network that keeps its features for the caller kept those of the recording."""
     net = chain(lambda net, x: (setattr(net, "features", net.a(x).detach()), net.b(net.a(x)))[1])
@@ -172,12 +180,21 @@ def test_kept_features_do_not_ask_again(was_trained, asked):
     assert keeping.lengths[-4:] == [2] * 4
 
 
+def test_a_list_that_forward_refills_and_returns():
+    """Outputs are looked at before the network gets its earlier state again."""
+    net = chain(lambda net, x: (net.kept.clear(), net.kept.append(net.b(net.a(x))), net.kept)[2])
+    net.kept = []
+    reference, model = copy.deepcopy(net), pipeline(net)
+    for x in (volumes(4), volumes(4)):
+        torch.testing.assert_close(model(x)[0], reference(x)[0], **ROUND_OFF)
+
+
 @pytest.mark.parametrize("split_size", [1, 2])
 @pytest.mark.parametrize(
     ("second", "message"),
     [
         (lambda net, x: net.a.weight[: len(x)].mean((3, 4)), r"output 1 of the network has shape .* micro-batch of 3"),
-        (lambda net, x: len(x), r"another number of samples than \d"),
+        (lambda net, x: len(x), r"for a micro-batch of \d, but .* for another number of samples"),
         (lambda net, x: {"loss": x.mean()}, r"output 1 of the network has shape \(\) .*return per-sample"),
         (lambda net, x: object(), "output 1 of the network is object"),
         (
@@ -230,7 +247,7 @@ def test_argument_that_could_be_either_is_refused_until_it_is_declared():
         pipeline(copy.deepcopy(net))(x, table)
     expected = net(x, table)
     torch.testing.assert_close(pipeline(copy.deepcopy(net), batched=[0])(x, table), expected, **ROUND_OFF)
-    with pytest.raises(ParallelError, match="must be of one length; found none among number 0"):
+    with pytest.raises(ParallelError, match="must have the same length; found none among number 0"):
         pipeline(net, batched=["image"])(x, table)
 
 

@@ -3,7 +3,7 @@
 As ``torch_internals`` has those of torch itself.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -30,6 +30,9 @@ FORWARD_PRE_HOOKS_WITH_KWARGS = "_forward_pre_hooks_with_kwargs"
 FORWARD_HOOKS_ALWAYS_CALLED = "_forward_hooks_always_called"
 """Attributes of a module: which of its hooks want keywords, and which are called after a failure too."""
 
+HOOKS = (FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS)
+HOOK_FLAGS = (FORWARD_HOOKS_WITH_KWARGS, FORWARD_HOOKS_ALWAYS_CALLED, FORWARD_PRE_HOOKS_WITH_KWARGS)
+
 POST_ACCUMULATE_GRAD_HOOKS = "_post_accumulate_grad_hooks"
 """Attribute of a parameter: its hooks after the sum of its gradient, by number, or None."""
 
@@ -46,6 +49,27 @@ HOOKS_OF_ALL_MODULES: tuple[dict[int, Callable], ...] = (
     _of_all_modules._global_backward_pre_hooks,
 )
 """Hooks that every module calls, as ``torch.nn.modules.module`` registers them."""
+
+
+@contextmanager
+def replacing_parameters(net: nn.Module, others: Mapping[int, Any]) -> Iterator[None]:
+    """Replace parameters, by identity, in all modules of a network within the block.
+
+    ``torch.func.functional_call`` fails to restore a module that has two names (DynUNet's have).
+    """
+    held = [
+        (own, name, parameter)
+        for own in map(get_parameters, net.modules())
+        for name, parameter in own.items()
+        if id(parameter) in others
+    ]
+    try:
+        for own, name, parameter in held:
+            own[name] = others[id(parameter)]
+        yield
+    finally:
+        for own, name, parameter in held:
+            own[name] = parameter
 
 
 def apply_to_tensors(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

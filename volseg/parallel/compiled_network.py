@@ -27,7 +27,7 @@ from volseg.device import compiler_internals
 from volseg.device.first_order import refuse_forward_mode
 from volseg.device.gpus import has_values, is_recording
 from volseg.device.graph import without_cached_casts
-from volseg.device.module_internals import BUFFERS, HOOKS_OF_ALL_MODULES, MODULES, NOT_PERSISTENT, PARAMETERS
+from volseg.device.module_internals import BUFFERS, HOOKS, HOOKS_OF_ALL_MODULES, MODULES, NOT_PERSISTENT, PARAMETERS
 from volseg.device.torch_internals import (
     count_dispatch_modes,
     find_transform,
@@ -39,7 +39,6 @@ from volseg.device.torch_internals import (
 from volseg.errors import ParallelError
 from volseg.parallel.model_parallel import check_network
 from volseg.parallel.norms import name_batch_norm
-from volseg.parallel.pipeline.run import HOOKS
 from volseg.parallel.state.description import opaque
 from volseg.parallel.state.module import REGISTRIES
 

@@ -179,9 +179,11 @@ class _Replicated:
             self._placed = placed if isinstance(placed, PipelineStrategy) else placed.volumes
         else:
             self._placed = OneDevice(model, replicas)
-        pipeline = self._placed if isinstance(self._placed, PipelineStrategy) else None
-        self.inner = Piped(model, pipeline, replicas) if pipeline is not None else self._placed
-        devices = self._placed.step_devices if pipeline is None else pipeline.devices
+        self.inner: SpatialStrategy | OneDevice | Piped
+        if isinstance(self._placed, PipelineStrategy):
+            self.inner, devices = Piped(model, self._placed, replicas), self._placed.devices
+        else:
+            self.inner, devices = self._placed, self._placed.step_devices
         self.home = devices[0]
         check_norms(net, replicas)
         self._devices = list(dict.fromkeys(devices))
@@ -200,7 +202,17 @@ class _Replicated:
                 self.inner.context.share_batches(replicas, norms_over_replicas)
         elif isinstance(self.inner, SpatialStrategy):
             self.seeds = self.inner.seeds
-        self._sums = _sum_gradients(self._placed, replicas)
+        self._sums = self._sum_gradients()
+
+    def _sum_gradients(self) -> GradientSums | None:
+        """Make the strategy sum its gradients over processes, and return the sums; None for a single process."""
+        group, fixed_order = self.replicas.group, self.replicas.fixed_order
+        if group is None:
+            return None
+        if isinstance(self.inner, SpatialStrategy):
+            return self.inner.sum_gradients(group, fixed_order=fixed_order)
+        self.inner.sums = GradientSums(group, self.home, fixed_order=fixed_order)
+        return self.inner.sums
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network on rows of one replica."""
@@ -257,8 +269,6 @@ class _Replicated:
             check_alike(self._net, groups, self.home)
         if self._sums is not None:
             self._sums.look()
-        if isinstance(self.inner, Piped):
-            self.inner.look()
 
     @contextmanager
     def _randomness(self) -> Iterator[None]:
@@ -323,18 +333,8 @@ class _Replicated:
 
     def _get_recordable(self) -> SpatialStrategy | OneDevice:
         if isinstance(self._placed, PipelineStrategy):
-            raise ParallelError("a pipeline records its stages by itself: call the replicas without RecordedStep")
+            raise ParallelError("a pipeline records its batches itself: call the replicas without RecordedStep")
         return self._placed
-
-
-def _sum_gradients(strategy: SpatialStrategy | PipelineStrategy | OneDevice, replicas: Replicas) -> GradientSums | None:
-    """Make the strategy sum its gradients over processes, and return the sums; None for a single process."""
-    if replicas.group is None or isinstance(strategy, PipelineStrategy):  # `Piped` sums by itself
-        return None
-    if isinstance(strategy, SpatialStrategy):
-        return strategy.sum_gradients(replicas.group, fixed_order=replicas.fixed_order)
-    strategy.sums = GradientSums(replicas.group, strategy.step_devices[0], fixed_order=replicas.fixed_order)
-    return strategy.sums
 
 
 def _rebuild(model: nn.Module, count: int, fixed_order: bool) -> DataParallel:

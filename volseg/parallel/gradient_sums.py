@@ -18,8 +18,8 @@ that sums overlap with the backward pass of earlier layers.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,16 +30,16 @@ from torch import Tensor, nn
 from volseg.device.first_order import first_order
 from volseg.device.gpus import current_gpu_stream, get_address, is_gpu, make_stream, on_stream
 from volseg.device.graph import describe_plain
-from volseg.device.module_internals import get_parameters
+from volseg.device.module_internals import replacing_parameters
 from volseg.device.torch_internals import accept_gradients_of_other_streams
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import Differences, GradientRoom, LayoutNumbers, check_hooks, fill_buckets
 from volseg.parallel.fixed_order import add_up
 
 REFUSAL = (
-    "some replicas used {names} in a step, others did not, so that their gradients belong to no network; let "
-    "forward() use the same parameters in all processes for any sample (multiply by zero instead of skipping), "
-    "freeze them in all, and give them the same memory format in all"
+    "only some replicas used {names} in a step, or in another memory format, so the sums of their gradients would be "
+    "wrong; use the same parameters in forward() for any sample (multiply by zero instead of skipping), freeze the "
+    "same parameters in all processes, and use one memory format"
 )
 
 OUTSIDE = (
@@ -61,27 +61,10 @@ class Marked(NamedTuple):
         """Stand-ins of the parameters that are trained in this pass."""
         return [other for original, other in zip(self.originals, self.stand_ins, strict=True) if is_trained(original)]
 
-    @contextmanager
-    def used(self, net: nn.Module) -> Iterator[None]:
-        """Replace the parameters of a network's modules by the stand-ins within the block.
-
-        ``torch.func.functional_call`` fails to restore a module that has two names (DynUNet's have).
-        """
+    def used(self, net: nn.Module) -> AbstractContextManager[None]:
+        """Replace the trained parameters of a network's modules by the stand-ins within the block."""
         pairs = zip(self.originals, self.stand_ins, strict=True)
-        found = {id(original): other for original, other in pairs if is_trained(original)}
-        held: list[tuple[dict[str, Any], str, Any]] = [
-            (own, name, parameter)
-            for own in map(get_parameters, net.modules())
-            for name, parameter in own.items()
-            if id(parameter) in found
-        ]
-        try:
-            for own, name, parameter in held:
-                own[name] = found[id(parameter)]
-            yield
-        finally:
-            for own, name, parameter in held:
-                own[name] = parameter
+        return replacing_parameters(net, {id(original): other for original, other in pairs if is_trained(original)})
 
     @staticmethod
     def check_outputs(leaves: Sequence[Any]) -> None:
@@ -230,26 +213,44 @@ class _Edges:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self.tensors: tuple[Tensor, ...] = _ToParameters.apply(guard, *parameters)
         if guard is not None:
-            guard.watch([parameter for parameter in parameters if is_trained(parameter)])
+            guard.watch(parameters)
 
     def lead_to(self, parameters: list[Tensor]) -> bool:
         known = [reference() for reference in self._parameters]
         return len(known) == len(parameters) and all(a is b for a, b in zip(known, parameters, strict=True))
 
 
-class _Guard:
+class GradientHooks:
+    """Hooks of parameters that work as long as this object exists, and do not keep it alive."""
+
+    def __init__(self) -> None:
+        self.watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        """Parameters that have a hook, by identity."""
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Call ``receive`` for each gradient that one of the trained parameters gets."""
+        for parameter in filter(is_trained, parameters):
+            if self.watched.get(id(parameter)) is not parameter:
+                self.watched[id(parameter)] = parameter
+                parameter.register_hook(partial(_receive, weakref.ref(self), id(parameter)))
+
+    def receive(self, key: int, gradient: Tensor) -> None:
+        """Handle the gradient of the parameter with this identity."""
+        raise NotImplementedError
+
+
+def _receive(hooks: "weakref.ref[GradientHooks]", key: int, gradient: Tensor | None) -> None:
+    owner = hooks()
+    if owner is not None and gradient is not None:
+        owner.receive(key, gradient)
+
+
+class _Guard(GradientHooks):
     """Refuse gradients that reach a parameter outside the sums, such as a penalty on the weights themselves."""
 
     def __init__(self) -> None:
-        self._watched: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        super().__init__()
         self._expected: dict[int, int] = {}
-
-    def watch(self, parameters: Sequence[Tensor]) -> None:
-        """Check each gradient that a parameter gets."""
-        for parameter in parameters:
-            if self._watched.get(id(parameter)) is not parameter:
-                self._watched[id(parameter)] = parameter
-                parameter.register_hook(partial(_look, weakref.ref(self), id(parameter)))
 
     def expect(self, parameters: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
         """Set the gradients that the parameters will get."""
@@ -257,17 +258,10 @@ class _Guard:
             if gradient is not None:
                 self._expected[key] = get_address(gradient)
 
-    def check(self, key: int, gradient: Tensor) -> None:
+    def receive(self, key: int, gradient: Tensor) -> None:
         """Refuse any other gradient than the expected one."""
         if self._expected.pop(key, None) != get_address(gradient):
             raise ParallelError(OUTSIDE.format(shape=tuple(gradient.shape)))
-
-
-def _look(guard: "weakref.ref[_Guard]", key: int, gradient: Tensor | None) -> None:
-    """Check the gradient of one parameter, as its hook; do nothing once the sums are gone."""
-    watching = guard()
-    if watching is not None and gradient is not None:
-        watching.check(key, gradient)
 
 
 class _Work(NamedTuple):

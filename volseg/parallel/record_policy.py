@@ -45,7 +45,10 @@ MOST_KINDS = 64
 
 @dataclass(eq=False)
 class Kind:
-    """Calls that do the same, and their recording: a function of the inputs with a method ``release``."""
+    """Calls that do the same, and their recording.
+
+    A recording is a function of the inputs with a method ``release``; ``is_free`` tells whether it can be used now.
+    """
 
     calls: int = 0
     """Number of eager calls."""
@@ -97,6 +100,19 @@ class Recordings:
                 self._kinds = {known: kind for known, kind in self._kinds.items() if kind.recording is not None}
             kind = self._kinds[key] = Kind()
         return kind
+
+    def find(self, key: Hashable, record: Callable[[Kind], None]) -> Any:
+        """Return a free recording of this kind of call, or None, and count an eager call.
+
+        ``record`` makes a recording if one is due.
+        """
+        kind = self.find_kind(key)
+        if kind.recording is None and self.is_warm(kind) and self.make_room():
+            record(kind)
+        if kind.recording is None or not kind.recording.is_free:
+            self.count(kind)
+            return None
+        return self.use(kind)
 
     def count(self, kind: Kind) -> None:
         """Count an eager call."""
@@ -201,13 +217,8 @@ class Recorder(Recordings):
             return self._run(*inputs)
         if self.is_replaying and (changed := self._state.find_change()) is not None:
             self._begin_anew(changed)
-        kind = self.find_kind((*key, *read_modes()))
-        if kind.recording is None and self.is_warm(kind) and self.make_room():
-            self._try_to_record(kind, inputs)
-        if kind.recording is not None:
-            return self.use(kind)(*inputs)
-        self.count(kind)
-        return self._run(*inputs)
+        recording = self.find((*key, *read_modes()), lambda kind: self._try_to_record(kind, inputs))
+        return (recording or self._run)(*inputs)
 
     @property
     def is_replaying(self) -> bool:

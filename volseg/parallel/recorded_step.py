@@ -126,6 +126,8 @@ class RecordedStep(Recorder):
 class _RecordedStep:
     """One recording, with its gradients and random numbers."""
 
+    is_free = True
+
     def __init__(
         self,
         model: nn.Module,

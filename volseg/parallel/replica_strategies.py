@@ -6,7 +6,6 @@ parameters. A penalty on the weights that is added to the loss cannot be told fr
 counts once for each replica.
 """
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -26,7 +25,7 @@ from volseg.device.torch_internals import (
 )
 from volseg.errors import ParallelError
 from volseg.parallel.buckets import fill_buckets
-from volseg.parallel.gradient_sums import OUTSIDE, GradientSums, is_trained
+from volseg.parallel.gradient_sums import OUTSIDE, GradientHooks, GradientSums
 from volseg.parallel.norms import name_batch_norm, norms_over_replicas, refuse_script
 from volseg.parallel.pipeline.run import iterate_tensors
 from volseg.parallel.pipeline.strategy import PipelineStrategy
@@ -86,7 +85,9 @@ class OneDevice:
         ParallelError
             Always.
         """
-        raise ParallelError("volumes are cut for strategy='spatial', and each replica of this network has whole ones")
+        raise ParallelError(
+            "only strategy='spatial' cuts volumes; each replica of this network processes whole volumes"
+        )
 
     def prepare_recording(self) -> list[torch.Generator]:
         """Prepare a CUDA graph of a step: nothing to do."""
@@ -98,7 +99,7 @@ class OneDevice:
         return nullcontext()
 
 
-class Piped:
+class Piped(GradientHooks):
     """Call one replica that is a pipeline.
 
     Parameters
@@ -112,9 +113,9 @@ class Piped:
     """
 
     def __init__(self, model: nn.Module, strategy: PipelineStrategy, replicas: Replicas) -> None:
+        super().__init__()
         self._model, self._strategy, self._replicas = model, strategy, replicas
-        self._sums: GradientSums | None = None
-        self._hooked: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self.sums: GradientSums | None = None
         self._before: dict[int, dict[int, Tensor | None]] = {}
         """Of each backward pass that came through an output, the earlier gradients of its parameters, by identity."""
 
@@ -130,25 +131,17 @@ class Piped:
         if find_backward_pass() < 0:
             for before in self._before.values():  # of a backward pass that has raised
                 for key, earlier in before.items():
-                    if (parameter := self._hooked.get(key)) is not None:
+                    if (parameter := self.watched.get(key)) is not None:
                         parameter.grad = earlier
             self._before.clear()
         result = self._model(*args, **kwargs)  # the first call moves the parameters to their stages
-        if self._replicas.group is not None and torch.is_grad_enabled():
-            self.look()
-            for parameter in self._strategy.net.parameters():
-                if is_trained(parameter) and self._hooked.get(id(parameter)) is not parameter:
-                    self._hooked[id(parameter)] = parameter
-                    parameter.register_hook(partial(_set_aside, weakref.ref(self), id(parameter)))
+        if self.sums is not None and torch.is_grad_enabled():
+            self.sums.look()
+            self.watch(self._strategy.net.parameters())
             for output in iterate_tensors(result):
                 if output.grad_fn is not None:
                     output.register_hook(lambda _: self._begin())
         return result
-
-    def look(self) -> None:
-        """Raise if replicas have used different parameters; wait for nothing."""
-        if self._sums is not None:
-            self._sums.look()
 
     def _begin(self) -> None:
         """Queue the sums of a backward pass that came through an output: every replica makes them."""
@@ -157,9 +150,9 @@ class Piped:
             self._before[number] = {}
             call_after_backward(partial(self._add, number))
 
-    def set_aside(self, key: int) -> None:
+    def receive(self, key: int, gradient: Tensor) -> None:  # noqa: ARG002 (it is added to `grad` after this)
         """Set the earlier gradient of a parameter aside, so that only this backward pass is summed."""
-        before, parameter = self._before.get(find_backward_pass()), self._hooked[key]
+        before, parameter = self._before.get(find_backward_pass()), self.watched[key]
         if before is None:  # processes may make other numbers of such passes: one would wait for ever
             raise ParallelError(OUTSIDE.format(shape=tuple(parameter.shape)))
         if get_accumulation_hooks(parameter):
@@ -179,7 +172,7 @@ class Piped:
         before = self._before.pop(number, None)
         if before is None:  # two devices' threads have begun at once
             return
-        named = {name: p for name, p in self._strategy.net.named_parameters() if self._hooked.get(id(p)) is p}
+        named = {name: p for name, p in self._strategy.net.named_parameters() if self.watched.get(id(p)) is p}
         if taken := [name for name, p in named.items() if id(p) in before and p.grad is None]:
             self._before[number] = before  # the next forward pass puts them back
             raise ParallelError(
@@ -187,27 +180,18 @@ class Piped:
                 "hook that clears it); a replicated pipeline sums after backward(): call that, then read the gradient"
             )
         home = self._strategy.devices[0]
-        if self._sums is None:
-            assert self._replicas.group is not None
-            self._sums = GradientSums(self._replicas.group, home, fixed_order=self._replicas.fixed_order)
-        differences, first = self._sums.get_differences(tuple(named)), 0
+        assert self.sums is not None
+        differences, first = self.sums.get_differences(tuple(named)), 0
         for bucket in fill_buckets(list(named.values())):
             at_home = [p.detach() if p.device == home else torch.empty_like(p, device=home) for p in bucket]
             given = [p.grad if id(p) in before else None for p in bucket]
             gradients = [None if gradient is None else gradient.to(home) for gradient in given]
-            summed = self._sums.add(at_home, gradients, differences, first)
+            summed = self.sums.add(at_home, gradients, differences, first)
             for parameter, total in zip(bucket, summed, strict=True):
                 if id(parameter) in before:
                     earlier, total = before[id(parameter)], None if total is None else total.to(parameter.device)
                     parameter.grad = earlier if total is None else total if earlier is None else earlier.add_(total)
             first += len(bucket)
-
-
-def _set_aside(owner: "weakref.ref[Piped]", key: int, gradient: Tensor | None) -> None:
-    """Note that a parameter gets a gradient, as its hook, as long as the replicas exist."""
-    piped = owner()
-    if piped is not None and gradient is not None:
-        piped.set_aside(key)
 
 
 class _NoNormsOfBatch(TorchFunctionMode):

@@ -25,7 +25,7 @@ class Net(nn.Module):
 
 def test_timing_sees_the_functions_that_recording_saw_and_times_each_segment_both_ways():
     net, x = Net(), torch.randn(2, 2, 8, 8)
-    layers = measure(net, (x,), {}, CPU).layers
+    layers = measure(net, ((x,), {}), CPU).layers
     assert [name for layer in layers for name in layer.modules] == ["a", "b", "norm", "drop", "c", "d"]
     assert all(layer.forward_ms > 0 and layer.backward_ms > 0 for layer in layers)
     probe, trace, _ = observe_copy(net, (x,), {}, CPU)
@@ -48,7 +48,7 @@ def test_costs_count_each_parameter_and_kept_tensor_once():
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x).exp())
 
-    found = measure(Tied(), (torch.randn(4, 8),), {}, CPU)
+    found = measure(Tied(), ((torch.randn(4, 8),), {}), CPU)
     assert [layer.parameter_bytes for layer in found.layers] == [8 * 8 * 4, 0]
     # The input for the first weight's gradient, and the exponential, which its own gradient and the second
     # weight's share.
@@ -57,7 +57,7 @@ def test_costs_count_each_parameter_and_kept_tensor_once():
 
 def test_a_tensor_that_two_layers_keep_is_known_to_both():
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    found = measure(net, (torch.randn(4, 8),), {}, CPU).activations
+    found = measure(net, ((torch.randn(4, 8),), {}), CPU).activations
     between = 4 * 8 * 4
     # The input; what the first layer hands to the second, kept by none; what both others keep; the output.
     assert found == (

@@ -90,7 +90,7 @@ def test_a_stage_holds_what_it_keeps_and_in_a_recording_what_crosses_its_ends_tw
 def test_limits_hold_and_memory_is_the_least_of_the_quick_cuts(layers, activations, data):
     forward, backward, fixed = zip(*layers, strict=True)
     kept = compute_held_bytes(within(activations, len(layers)), len(layers), is_recorded=data.draw(st.booleans()))
-    held = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(sum_runs(fixed), kept, strict=True)]
+    held = sum_runs(fixed) + kept
     stages = data.draw(st.integers(1, len(layers)))
     limits = data.draw(st.lists(st.integers(0, 600), min_size=stages, max_size=stages))
     tolerance, price = data.draw(st.sampled_from([(0.0, 0.0), (0.05, 0.2), (0.0, 0.5)]))
@@ -174,7 +174,7 @@ def test_cuts_that_do_not_exist_are_refused():
 
 def test_table_names_calls_and_the_largest_gain():
     layers = [LayerCost(modules=(name,), forward_ms=ms / 3, backward_ms=2 * ms / 3) for name, ms in TIMES.items()]
-    partition = Partition.from_lengths(layers, [1, 2], ["cuda:0", "cuda:1"], 2, [2**20, 8 * 2**20])
+    partition = Partition.from_lengths(layers, [1, 2], ["cuda:0", "cuda:1"], [2**20, 8 * 2**20], samples=2)
     assert partition.bound(13) == pytest.approx(13 * 8 / (14 * 7))  # the fill, and the heaviest stage
     assert "up_tr32 ... head (2 calls)" in str(partition)
     assert "8.000 ms in all, slowest stage 7.000 ms; at most 1.14x of one device" in str(partition)

@@ -23,8 +23,10 @@ on also holds the tensor.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from volseg.errors import PartitionError
 
@@ -42,8 +44,8 @@ SLACK = 1 + 1e-9
 
 UNLIMITED = float("inf")
 
-Held = Sequence[Sequence[float]]
-"""``held[start][end]``: cost of a stage of the layers [start, end), for 0 <= start < end."""
+Held: TypeAlias = npt.NDArray[np.float64]
+"""``held[start, end]``: cost of a stage of the layers [start, end), for 0 <= start < end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class KeptActivation:
     """Layers that keep it for backward."""
 
 
-def compute_held_bytes(activations: Iterable[KeptActivation], layers: int, is_recorded: bool) -> list[list[float]]:
+def compute_held_bytes(activations: Iterable[KeptActivation], layers: int, is_recorded: bool) -> Held:
     """Return the bytes that each run of layers holds between forward and backward.
 
     Examples
@@ -66,49 +68,40 @@ def compute_held_bytes(activations: Iterable[KeptActivation], layers: int, is_re
     Layer 0 makes four bytes that it keeps, and layer 1 reads and keeps:
 
     >>> shared = KeptActivation(4, made=0, read=(1,), kept=(0, 1))
-    >>> held = compute_held_bytes([shared], layers=2, is_recorded=False)
-    >>> held[0][2], held[0][1], held[1][2]
-    (4.0, 4.0, 4.0)
-    >>> compute_held_bytes([shared], layers=2, is_recorded=True)[0][1]  # its gradient as well
-    8.0
+    >>> compute_held_bytes([shared], layers=2, is_recorded=False)[0].tolist()
+    [0.0, 4.0, 4.0]
+    >>> compute_held_bytes([shared], layers=2, is_recorded=True)[0].tolist()  # its gradient crosses the cut as well
+    [0.0, 8.0, 4.0]
     """
-    ends = torch.arange(layers + 1)
+    ends = np.arange(layers + 1)
     starts = ends[:, None]
-    total = torch.zeros(layers + 1, layers + 1, dtype=torch.float64)
+    total = np.zeros((layers + 1, layers + 1))
     for activation in activations:
-        is_kept = _compute_any_within(activation.kept, layers)
+        copies = _is_any_within(activation.kept, layers)
         if is_recorded:
-            was_received = _compute_any_within(activation.read, layers) & (activation.made < starts)
+            was_received = _is_any_within(activation.read, layers) & (activation.made < starts)
             is_read_later = max(activation.read, default=-1) >= ends
             is_sent = (starts <= activation.made) & (activation.made < ends) & is_read_later
-            crosses = was_received | is_sent
-            copies = (is_kept | crosses).to(total) + crosses.to(total)
-        else:
-            copies = is_kept.to(total)
+            copies = np.where(was_received | is_sent, 2, copies)
         total += activation.num_bytes * copies
-    return [list(map(float, row)) for row in total.tolist()]
+    return total
 
 
-def _compute_any_within(layers: Sequence[int], count: int) -> torch.Tensor:
+def _is_any_within(layers: Sequence[int], count: int) -> npt.NDArray[np.bool_]:
     """Return, for each [start, end), whether it contains one of ``layers``."""
-    has = torch.zeros(count + 2, dtype=torch.int64)
-    has[1 + torch.tensor(sorted(set(layers)), dtype=torch.int64)] = 1
-    before = has.cumsum(0)[: count + 1]
-    return before[None, :] > before[:, None]
+    return sum_runs(np.bincount(np.array(layers, dtype=int), minlength=count + 1)[:count]) > 0
 
 
-def sum_runs(values: Sequence[float]) -> list[list[float]]:
+def sum_runs(values: npt.ArrayLike) -> Held:
     """Return the table of an additive cost.
 
     Examples
     --------
-    >>> sum_runs([1.0, 2.0])[0]
+    >>> sum_runs([1.0, 2.0])[0].tolist()
     [0.0, 1.0, 3.0]
     """
-    before = [0.0]
-    for value in values:
-        before.append(before[-1] + value)
-    return [[end - start for end in before] for start in before]
+    before = np.concatenate([[0.0], np.cumsum(values)])
+    return before - before[:, None]
 
 
 Found = tuple[tuple[float, ...], tuple[int, ...]]
@@ -164,24 +157,23 @@ def balance(
         raise PartitionError(f"cannot split {layers} layers into {stages} non-empty stages; use 1 to {layers} devices")
     behind = [0.0] * layers if backward is None else backward
     phases = [sum_runs(forward), sum_runs(behind)]
-    memory = sum_runs([0.0] * layers) if held is None else held
+    memory = np.zeros((layers + 1, layers + 1)) if held is None else held
     free = [UNLIMITED] * stages
     limits = free if memory_limits is None else list(memory_limits)
-    fastest = _compute_fastest(phases, memory, limits)
-    if fastest is None:
+    front = _compute_front([*phases, memory], [free, free, limits], minimised=2)
+    if not front:
         peak = max(list_held(memory, balance_stages(memory, stages)))
         raise PartitionError(
             f"no cut into {stages} stages fits: even the most even one needs {peak / 2**30:.3f} GiB on one device, and "
             f"the devices have {', '.join(f'{limit / 2**30:.3f}' for limit in limits)} GiB; use more devices, a "
             "smaller batch or smaller volumes"
         )
+    fastest, lengths = min(front, key=lambda found: (sum(found[0]), found))
     if held is None:
-        return list(fastest[1])
-    lengths = _compute_least_full(phases, fastest[0], held, limits, tolerance)
-    if measure_unevenness(held, lengths) > EVEN:
-        slower = _compute_least_full(phases, fastest[0], held, limits, max(tolerance, price))
-        lengths = slower if measure_unevenness(held, slower) <= EVEN else lengths
-    return list(lengths)
+        return list(lengths)
+    slacks = tolerance, max(tolerance, price)
+    cuts = [_compute_least_full(phases, fastest, held, limits, slack) for slack in slacks]
+    return list(next((cut for cut in cuts if measure_unevenness(held, cut) <= EVEN), cuts[0]))
 
 
 def _compute_least_full(
@@ -213,7 +205,7 @@ def list_held(held: Held, lengths: Sequence[int]) -> list[float]:
     >>> list_held(sum_runs([1, 2, 3, 4]), [1, 3])
     [1.0, 9.0]
     """
-    return [held[start][end] for start, end in pairwise([0, *accumulate(lengths)])]
+    return [float(held[start, end]) for start, end in pairwise([0, *accumulate(lengths)])]
 
 
 def measure_unevenness(held: Held, lengths: Sequence[int]) -> float:
@@ -228,27 +220,20 @@ def balance_stages(held: Held, stages: int) -> list[int]:
     return list(lengths)
 
 
-def _compute_fastest(phases: Sequence[Held], held: Held, limits: Sequence[float]) -> Found | None:
-    """Return the cut with the least sum of phases within the limits."""
-    free = [UNLIMITED] * len(limits)
-    front = _compute_front([*phases, held], [free, free, limits], minimised=2)
-    return min(front, key=lambda found: (sum(found[0]), found), default=None)
-
-
 def _compute_front(costs: Sequence[Held], limits: Sequence[Sequence[float]], minimised: int) -> list[Found]:
     """Return the Pareto front of cuts in the first ``minimised`` costs (one or two).
 
     A cut's cost is its largest stage in each cost; every stage respects its ``limits[cost][stage]``. Each cut comes
     with these maxima. Dynamic programming over the layers; the fronts stay short, a dozen cuts.
     """
-    layers = len(costs[0]) - 1
+    layers, tables = len(costs[0]) - 1, [cost.tolist() for cost in costs]
     best: list[list[Found]] = [[((0.0,) * minimised, ())], *([] for _ in range(layers))]
     for stage, allowed in enumerate(zip(*limits, strict=True)):
         reached: list[list[Found]] = [[] for _ in best]
         for end in range(stage + 1, layers + 1):
             found = []
             for start in range(stage, end):
-                spent = [cost[start][end] for cost in costs]
+                spent = [table[start][end] for table in tables]
                 if best[start] and all(cost <= limit * SLACK for cost, limit in zip(spent, allowed, strict=True)):
                     found += [
                         (tuple(map(max, worst, spent)), (*lengths, end - start)) for worst, lengths in best[start]

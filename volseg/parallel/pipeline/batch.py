@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -91,16 +91,20 @@ def _send_home(output: Any, target: torch.device, pending: PendingCopies) -> tup
     return pytree.tree_map_only(Tensor, home, output), sent
 
 
-@contextlib.contextmanager
-def lend_untraced(
-    net: nn.Module, placement: Placement, devices: Sequence[torch.device], with_hooks: bool
-) -> Iterator[Callable[[Call], Any]]:
-    """Yield a function that runs the placed network without side effects."""
+def run_untraced(
+    net: nn.Module,
+    placement: Placement,
+    devices: Sequence[torch.device],
+    call: Call,
+    with_hooks: bool,
+    look: Callable[[Any], Any],
+) -> Any:
+    """Run the placed network without side effects, with the user's hooks or without, and ``look`` at its output.
 
-    def run_placed(call: Call) -> Any:
-        with PlacedRun(placement, FrozenStatistics(counts_batches=True)):  # the attempt restores them
-            return net(*call[0], **call[1])
-
+    The output may be a list of the network's own, which then gets its earlier contents again.
+    """
     hooks = contextlib.nullcontext() if with_hooks else runs.set_hooks_aside(net)
     with Attempt(net, devices, written=placement.written), hooks:
-        yield run_placed
+        with PlacedRun(placement, FrozenStatistics(counts_batches=True)):  # the attempt restores the counters
+            output = net(*call[0], **call[1])
+        return look(output)

@@ -7,7 +7,7 @@ effects: it saves nothing for backward, and changed state is restored. There is 
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
@@ -24,15 +24,15 @@ from volseg.parallel.pipeline.micro_batch import (
     resize_call,
 )
 
-Runner: TypeAlias = Callable[[bool], AbstractContextManager[Callable[[Call], Any]]]
-"""Context manager of a function that runs the network without side effects; the flag enables the user's hooks."""
+Returned: TypeAlias = tuple[Hashable, ...]
+"""Structure of a run's output, and for each leaf the number of dimensions of a tensor, or a plain value."""
+
+Runner: TypeAlias = Callable[[Call, bool, Callable[[Any], Returned]], Returned]
+"""Function that runs the network without side effects; the flag enables the user's hooks. Returns what the function
+returns for the output."""
 
 MOST_KNOWN = 64
 """Conditions of the network for which outputs are cached."""
-
-
-Returned: TypeAlias = tuple[Hashable, ...]
-"""Structure of a run's output, and for each leaf the number of dimensions of a tensor, or a plain value."""
 
 
 def _describe(values: Any) -> Returned:
@@ -80,11 +80,9 @@ class Batching:
         """
         if self._declared is not None:
             return _resolve_declared(call, self._declared, self._same)
-        possible = mark_batch_candidates(*call)
+        possible = mark_batch_candidates(call)
         if sum(possible) > 1:
-            names = ", ".join(
-                name for name, is_candidate in zip(_name_leaves(call), possible, strict=True) if is_candidate
-            )
+            names = ", ".join(compress(_name_leaves(call), possible))
             raise ParallelError(
                 f"the arguments {names} are as long as the batch; state which have one row per sample: "
                 "ModelParallel(..., batched=[...]) with their positions or names"
@@ -127,8 +125,8 @@ class Batching:
             again = self._look(call, is_batch, size, runner)
             if not _covers(again, returned):
                 raise ParallelError(
-                    f"the network returns {again[1:]} for another number of samples than {size}, for which it returns "
-                    f"{returned[1:]}: values that depend on the size of a micro-batch would not be those of the batch"
+                    f"the network returns {returned[1:]} for a micro-batch of {size}, but {again[1:]} for another "
+                    "number of samples; the pipeline needs outputs that do not depend on the number of samples"
                 )
             kinds.append(again)
 
@@ -142,20 +140,22 @@ class Batching:
         """
         samples = _choose_unusual_number(call, size)
         failures: list[Exception] = []
-        for with_grad, with_hooks in ((False, False), (torch.is_grad_enabled(), True)):
-            with runner(with_hooks) as run, torch.set_grad_enabled(with_grad):
-                try:
-                    output = run(copy_call(resize_call(call, is_batch, samples)))
-                    for number, leaf in enumerate(pytree.tree_leaves(output)):
-                        if isinstance(leaf, Tensor):
-                            check_length(leaf, samples, number)
-                    return _describe(output)
-                except Exception as failure:  # the second run may succeed
-                    failures.append(failure)
+
+        def check(output: Any) -> Returned:
+            for number, leaf in enumerate(pytree.tree_leaves(output)):
+                if isinstance(leaf, Tensor):
+                    check_length(leaf, samples, number)
+            return _describe(output)
+
+        for as_user in (False, True):
+            try:
+                with torch.set_grad_enabled(as_user and torch.is_grad_enabled()):
+                    return runner(copy_call(resize_call(call, is_batch, samples)), as_user, check)
+            except Exception as failure:  # the second run may succeed
+                failures.append(failure)
         if unlike := [failure for failure in failures if isinstance(failure, ParallelError)]:
             raise unlike[0]
-        with runner(True) as run:  # a network that cannot run the batch itself raises its own error
-            run(copy_call(call))
+        runner(copy_call(call), True, _describe)  # a network that cannot run the batch itself raises its own error
         raise ParallelError(
             f"the pipeline ran {samples} samples instead of {size} to find the outputs with one row per sample; this "
             f"run failed: {failures[0]}. Choose a split_size that leaves a remainder, or the "
@@ -176,12 +176,11 @@ def _resolve_declared(call: Call, declared: Sequence[int | str], same: Mapping[i
     for name, value in given:
         is_declared = name in declared or same.get(name) in declared
         chosen += [is_declared and isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)]
-    leaves = pytree.tree_leaves(call)
-    lengths = {len(leaf) if leaf.dim() else 0 for leaf, is_cut in zip(leaves, chosen, strict=True) if is_cut}
+    lengths = {len(leaf) if leaf.dim() else 0 for leaf in compress(pytree.tree_leaves(call), chosen)}
     if len(lengths) != 1 or 0 in lengths:
         raise ParallelError(
-            f"batched={list(declared)} names the arguments that hold one row per sample, so their tensors must be of "
-            f"one length; found {sorted(lengths) or 'none'} among {', '.join(_name_leaves(call))}"
+            f"the tensors in the arguments batched={list(declared)} have one row per sample, so they must have the "
+            f"same length; found {sorted(lengths) or 'none'} among {', '.join(_name_leaves(call))}"
         )
     return chosen
 

@@ -47,11 +47,6 @@ class Measured:
     activations: tuple[KeptActivation, ...]
 
 
-def select(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make a GPU torch's current one in the block; do nothing for other devices."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
 def observe_copy(
     net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
 ) -> tuple[nn.Module, Trace, Observer]:
@@ -65,7 +60,9 @@ def observe_copy(
         probe = copy_network(net, device, with_hooks=as_user)
         own_args, own_kwargs = move_call((args, kwargs), device)
         try:
-            with torch.enable_grad(), Observer(probe, counts=not as_user) as observer:
+            observer = Observer(probe)
+            counting = torch.autograd.graph.saved_tensors_hooks(observer.count, lambda dropped: dropped)
+            with torch.enable_grad(), contextlib.nullcontext() if as_user else counting, observer:
                 # Arguments that forward changes in place exist from the start.
                 observer.note_arguments((own_args, own_kwargs))
                 output = probe(*own_args, **own_kwargs)
@@ -112,34 +109,38 @@ def copy_network(net: nn.Module, device: torch.device, with_hooks: bool) -> nn.M
     return probe
 
 
-def measure(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Measured:
-    """Time every segment of a copy of the network on one device.
+def measure(net: nn.Module, call: Call, device: torch.device, is_timed: bool = True) -> Measured:
+    """Observe a copy of the network on one device, and time every segment.
 
     Parameters
     ----------
     net
         The network, which is not changed.
-    args, kwargs
+    call
         A micro-batch.
     device
         Device of the measurement.
+    is_timed
+        Whether segments are timed; otherwise their times are zero.
 
     Raises
     ------
     PartitionError
         If the network cannot be copied.
     """
-    with select(device), own_random_numbers([device]):
-        probe, trace, observer = observe_copy(net, args, kwargs, device)
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with current, own_random_numbers([device]):
+        probe, trace, observer = observe_copy(net, *call, device)
         found = list_segments(trace)
         passes = []
-        for _ in range(1 + REPEATS if is_gpu(device) else 1):
-            own_args, own_kwargs = move_call((args, kwargs), device)
+        for _ in range((1 + REPEATS if is_gpu(device) else 1) if is_timed else 0):
+            args, kwargs = move_call(call, device)
             with torch.enable_grad(), Stopwatch(probe, found, device) as watch:
-                probe(*own_args, **own_kwargs)
+                probe(*args, **kwargs)
                 watch.finish()
             passes.append(watch.times)
-    times = np.fmin.reduce(np.stack(passes[1:] or passes))  # NaN for segments that no timed pass ran: the path varies
+    passes = passes[1:] or passes or [np.zeros((len(found), 2))]
+    times = np.fmin.reduce(np.stack(passes))  # NaN for segments that no timed pass ran: the path varies
     np.copyto(times, np.nanmean(times, 0), where=np.isnan(times))
     activations, layers = list_layers(net, observer, found, times.tolist())
     return Measured(trace, tuple(layers), tuple(activations))
@@ -180,7 +181,7 @@ def list_layers(
 
 
 class Stopwatch(runs.Run):
-    """Time each segment's forward and backward separately."""
+    """Time each segment's forward and backward separately, from its creation on."""
 
     def __init__(self, net: nn.Module, parts: Sequence[Segment], device: torch.device) -> None:
         super().__init__()
@@ -197,11 +198,7 @@ class Stopwatch(runs.Run):
         self._paused = False
         self.times = np.full((len(parts), 2), np.nan)
         """Forward and backward milliseconds of each segment; NaN for those that this pass did not run."""
-
-    def __enter__(self) -> "Stopwatch":
-        super().__enter__()
         self._begin()
-        return self
 
     def _begin(self) -> None:
         self._part, self._sent = object(), list[Tensor]()

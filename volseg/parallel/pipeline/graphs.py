@@ -25,13 +25,7 @@ from volseg.device.gpus import (
     release_cache,
 )
 from volseg.device.graph import make_graph, make_pool, undisturbed
-from volseg.device.torch_internals import (
-    TorchDispatchMode,
-    find_saved_tensors_hooks,
-    find_transform,
-    get_schema,
-    get_storage_key,
-)
+from volseg.device.torch_internals import TorchDispatchMode, find_saved_tensors_hooks, find_transform, get_storage_key
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.observer import DIFFERENTIATE
@@ -73,7 +67,7 @@ class Lanes:
         """Device that starts the graphs."""
         self._gpus = [device for device in every if is_gpu(device)]
         if self._gpus and len(self._gpus) < len(every):
-            raise RecordRefusedError("a CUDA graph cannot hold the work of a CPU")
+            raise RecordRefusedError("a CUDA graph cannot contain work of a CPU")
         self.count = count if self._gpus else 1
         if not self._gpus:
             return
@@ -97,11 +91,11 @@ class Lanes:
     def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Record the work that ``work`` queues on the devices, from this thread only; return its replay and its result.
 
-        ``work`` chooses lanes by ``turn_to``. On GPUs no kernel runs.
+        ``work`` chooses lanes by ``turn_to``, and runs under ``RefusedOperations``. On GPUs no kernel runs.
         """
         if not self._gpus:
             graph = HostGraph()
-            with undisturbed(), graph:
+            with undisturbed(), graph, RefusedOperations(self.first):
                 return graph.replay, work()
         own = make_graph(self._start, self._pool, is_step=False)
         joined = [*self._streams.values(), *list_copy_streams(self._gpus)]
@@ -114,7 +108,8 @@ class Lanes:
                 for stream in joined:
                     stream.wait_stream(self._start)
                 # Backward must not run in autograd's own threads: their allocations would not be the recording's.
-                with self.turn_to(0), torch.autograd.set_multithreading_enabled(False):
+                several_threads = torch.autograd.set_multithreading_enabled
+                with self.turn_to(0), RefusedOperations(self.first), several_threads(False):
                     result = work()
                 for stream in joined:
                     self._start.wait_stream(stream)
@@ -147,45 +142,33 @@ def _make_memory(device: torch.device) -> torch.cuda.MemPool:
 
 
 class HostGraph(TorchDispatchMode):
-    """A list of ATen functions with their arguments and results, recorded while it is active."""
+    """A list of ATen functions with their arguments and new tensors, recorded while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps: list[tuple[Any, Any, Any, Any]] = []
+        self._steps: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
-        self._steps.append((function, args, kwargs, result))
+        given = set(map(_find_memory, runs.iterate_tensors((args, kwargs))))
+        new = [None if _find_memory(tensor) in given else tensor for tensor in runs.iterate_tensors(result)]
+        self._steps.append((function, args, kwargs, new))
         return result
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run every function again and copy fresh results into the first ones; views need nothing."""
-        for function, _, _, result in self._steps:
-            for old, _ in _list_fresh(function, result, result):
-                # As on a GPU, where graphs share memory: earlier contents are gone.
-                old.fill_(float("nan") if old.is_floating_point() else 0)
-        for function, args, kwargs, result in self._steps:
-            returns = get_schema(function).returns
-            if all(value.alias_info is not None and not value.alias_info.is_write for value in returns) and returns:
-                continue
-            for old, new in _list_fresh(function, result, function(*args, **kwargs)):
-                old.copy_(new)
-
-
-def _list_fresh(function: Any, first: Any, again: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the results for which ``function`` allocated memory, the first ones with others of the same call."""
-    returns = get_schema(function).returns
-    olds, news = ((value,) if isinstance(value, Tensor) else value for value in (first, again))
-    if not isinstance(olds, tuple | list):
-        return
-    for place, (old, new) in enumerate(zip(olds, news, strict=True)):
-        described = returns[place] if len(returns) == len(olds) else returns[0]
-        if isinstance(old, Tensor) and described.alias_info is None:
-            yield old, new
+        """Run every function again, and copy its new tensors to the first ones."""
+        for old in (tensor for *_, new in self._steps for tensor in new if tensor is not None):
+            # As on a GPU, where graphs share memory: earlier contents are gone.
+            old.fill_(float("nan") if old.is_floating_point() else 0)
+        for function, args, kwargs, new in self._steps:
+            again = runs.iterate_tensors(function(*args, **kwargs))
+            for first, other in zip(new, again, strict=True):
+                if first is not None:
+                    first.copy_(other)
 
 
 class RefusedOperations(TorchDispatchMode):
@@ -221,32 +204,22 @@ class RefusedOperations(TorchDispatchMode):
 
 
 class RecordedRun(PlacedRun):
-    """A placed run under ``RefusedOperations`` that also refuses derivatives, hooks of saved tensors and own state.
+    """A placed run that refuses derivatives, hooks of saved tensors, and changes of tensors that outlive it.
 
     Parameters
     ----------
     placement, statistics, context
         As for any placed run.
-    first
-        Device that starts the graph.
+    inputs
+        The tensors in the arguments.
     """
 
     def __init__(
-        self, placement: Placement, statistics: WholeBatchStatistics, context: BatchContext, first: torch.device
+        self, placement: Placement, statistics: WholeBatchStatistics, context: BatchContext, inputs: Iterable[Tensor]
     ) -> None:
         super().__init__(placement, statistics, context)
-        self._refused = RefusedOperations(first)
         # By memory instead of identity: ``.data`` is another tensor, with a version of its own.
-        self._memory = set(map(_find_memory, placement.states))
-
-    def __enter__(self) -> "RecordedRun":
-        self._refused.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)
-        self._refused.__exit__(*failure)
+        self._memory = set(map(_find_memory, (*placement.states, *inputs)))
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -260,29 +233,11 @@ class RecordedRun(PlacedRun):
         result = super().__torch_function__(function, types, args, kwargs)
         # Micro-batches on two streams would change it concurrently.
         if any(_find_memory(tensor) in self._memory for tensor in runs.list_changed_tensors(read)):
-            raise RecordRefusedError(f"forward changes its own state ({getattr(function, '__name__', function)})")
+            name = getattr(function, "__name__", function)
+            raise RecordRefusedError(f"forward changes its own state or an argument in place ({name})")
         return result
 
 
 def _find_memory(tensor: Tensor) -> int:
-    return get_storage_key(tensor.untyped_storage()) if tensor.layout == torch.strided else -1
-
-
-class CountedStatistics(WholeBatchStatistics):
-    """Leave ``num_batches_tracked`` to the replay."""
-
-    def __init__(self, micro_batches: int) -> None:
-        super().__init__(micro_batches)
-        self._counters: list[Tensor] = []
-
-    def counts_batch(self, counter: Tensor) -> bool:
-        """Count later; return False."""
-        if super().counts_batch(counter):
-            self._counters.append(counter)
-        return False
-
-    def commit(self) -> None:
-        """Update running buffers and counters."""
-        super().commit()
-        for counter in self._counters:
-            counter.add_(1)
+    """Return a number that is equal for tensors in the same memory."""
+    return get_storage_key(tensor.untyped_storage()) if tensor.layout == torch.strided else id(tensor)

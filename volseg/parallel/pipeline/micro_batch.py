@@ -6,8 +6,9 @@ batch as first dimension: micro-batches would change the meaning of a network th
 such a network is refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, compress
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class CutBatch:
     """Device of the outputs."""
 
 
-def get_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def get_batch_size(call: Call) -> int:
     """Return the length of dimension 0 of the first tensor argument that has dimensions.
 
     Raises
@@ -47,7 +48,7 @@ def get_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     ParallelError
         If no argument is such a tensor, or it is empty.
     """
-    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    leaves = pytree.tree_leaves(call)
     size = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if not size:
         given = ", ".join(type(leaf).__name__ for leaf in leaves) or "nothing"
@@ -69,19 +70,22 @@ def compute_split_sizes(batch: int, split_size: int) -> list[int]:
     return [min(split_size, batch - start) for start in range(0, batch, split_size)]
 
 
-def mark_batch_candidates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
+def mark_batch_candidates(call: Call) -> list[bool]:
     """Return which leaves of a call are as long as the batch, and so may have one row per sample."""
-    batch = get_batch_size(args, kwargs)
-    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    return [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch for leaf in leaves]
+    batch = get_batch_size(call)
+    return [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch for leaf in pytree.tree_leaves(call)]
 
 
-def split(args: Sequence[Any], kwargs: Mapping[str, Any], split_size: int, is_batch: Sequence[bool]) -> list[Call]:
+def count_samples(call: Call, is_batch: Sequence[bool]) -> int:
+    """Return the number of samples in the leaves that ``is_batch`` marks."""
+    return len(next(compress(pytree.tree_leaves(call), is_batch)))
+
+
+def split(call: Call, split_size: int, is_batch: Sequence[bool]) -> list[Call]:
     """Split the leaves with one row per sample, which ``is_batch`` marks, into pieces of ``split_size`` samples."""
-    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    batch = len(leaves[list(is_batch).index(True)])
-    sizes = compute_split_sizes(batch, split_size)
-    starts = range(0, batch, split_size)
+    leaves, structure = pytree.tree_flatten(call)
+    sizes = compute_split_sizes(count_samples(call, is_batch), split_size)
+    starts = list(accumulate(sizes[:-1], initial=0))
     pieces: list[Sequence[Any]] = []
     for leaf, is_cut in zip(leaves, is_batch, strict=True):
         if is_cut:

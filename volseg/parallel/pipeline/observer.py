@@ -1,10 +1,9 @@
 """Record one forward as a ``Trace``: module calls, torch functions, and the tensors they read, keep and change.
 
-No tensors are kept for backward (saved tensors are counted and dropped), so observing needs little more memory than
+A caller may count and drop the tensors that are saved for backward. Then observing needs little more memory than
 inference.
 """
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,14 +43,10 @@ class Observer(runs.Run):
     ----------
     net
         The network, whose calls run in the context of this object.
-    counts
-        Whether tensors for backward are counted and dropped; otherwise they are kept, for networks that differentiate
-        inside.
     """
 
-    def __init__(self, net: nn.Module, counts: bool = True) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self._counts = counts
         self.trace = Trace()
         self.made_bytes: dict[int, int] = {}
         self._paths = {module: path for path, module in net.named_modules()}
@@ -67,19 +62,8 @@ class Observer(runs.Run):
         self._guards: list[tuple[Any, bool]] = []
         self._number = 0
 
-    def __enter__(self) -> "Observer":
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda dropped: dropped)
-        self._hooks = hooks if self._counts else contextlib.nullcontext()
-        self._hooks.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        super().__exit__(*failure)
-        self._hooks.__exit__(*failure)
-
-    def _count(self, tensor: Tensor) -> None:
-        """Count a tensor that backward would need, and drop it."""
+    def count(self, tensor: Tensor) -> None:
+        """Count a tensor that backward would need, as a hook that drops it."""
         self._see(tensor).kept.add(self._number)
 
     def note_arguments(self, values: Any) -> None:

@@ -10,10 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
 
 MIB = 2**20
-
-PHASES = ("forward_ms", "backward_ms")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +65,7 @@ class Partition:
     Examples
     --------
     >>> layers = [LayerCost(modules=(name,), forward_ms=ms) for name, ms in [("down", 2), ("up", 6), ("head", 1)]]
-    >>> partition = Partition.from_lengths(layers, [1, 2], ["cpu", "cpu"], samples=2, held=[0, 0])
+    >>> partition = Partition.from_lengths(layers, [1, 2], ["cpu", "cpu"], held=[0, 0], samples=2)
     >>> partition.slowest_ms, round(partition.bound(micro_batches=8), 2)
     (7.0, 1.14)
     """
@@ -84,11 +83,9 @@ class Partition:
         cls,
         layers: Sequence[LayerCost],
         lengths: Sequence[int],
-        devices: Sequence[str],
-        samples: int,
+        devices: Sequence[object],
         held: Sequence[float],
-        notes: Sequence[str] = (),
-        predicted_ms: Mapping[int, float] | None = None,
+        **more: Any,
     ) -> "Partition":
         """Group layers into consecutive stages.
 
@@ -98,25 +95,17 @@ class Partition:
             All layers, and the number of layers per stage.
         devices
             Devices of the stages.
-        samples
-            Samples of the measured micro-batch.
         held
             Bytes of activations that each stage holds.
-        notes
-            Lines for the printed partition.
-        predicted_ms
-            Time of a batch by number of stages.
+        more
+            The other attributes.
         """
         ends = [0, *accumulate(lengths)]
-        return cls(
-            stages=tuple(
-                StageCost(device=str(device), layers=tuple(layers[start:end]), activation_bytes=num_bytes)
-                for device, num_bytes, (start, end) in zip(devices, held, pairwise(ends), strict=False)
-            ),
-            samples=samples,
-            notes=tuple(notes),
-            predicted_ms=predicted_ms or {},
-        )
+        stages = [
+            StageCost(device=str(device), layers=tuple(layers[start:end]), activation_bytes=num_bytes)
+            for device, num_bytes, (start, end) in zip(devices, held, pairwise(ends), strict=False)
+        ]
+        return cls(stages=tuple(stages), **more)
 
     @property
     def batch_ms(self) -> float:
@@ -147,9 +136,9 @@ class Partition:
             paths = stage.modules
             span = paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]} ({len(paths)} calls)"
             memory = (f"{stage.parameter_bytes / MIB:.2f}", f"{stage.activation_bytes / MIB:.2f}")
-            forward, backward = (sum(getattr(layer, name) for layer in stage.layers) for name in PHASES)
-            times = (f"{forward:.3f}", f"{backward:.3f}")
-            rows.append((str(number), stage.device, *times, *memory, span))
+            phases = ("forward_ms", "backward_ms")
+            forward, backward = (f"{sum(getattr(layer, name) for layer in stage.layers):.3f}" for name in phases)
+            rows.append((str(number), stage.device, forward, backward, *memory, span))
         widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
         lines = [
             "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows

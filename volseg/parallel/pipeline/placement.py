@@ -9,7 +9,7 @@ micro-batches flow back the way they came.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -24,7 +24,6 @@ from volseg.parallel.pipeline.statistics import (
     NORMS,
     FrozenStatistics,
     WholeBatchStatistics,
-    bind_arguments,
     list_batch_counters,
     run_norm,
 )
@@ -79,24 +78,15 @@ class Placement:
 
         Otherwise saving the tensors would save the marks.
         """
-        for tensor in runs.iterate_tensors(outputs):
-            _unmark(tensor)
-        for module in self.buffered:
-            for buffer in get_buffers(module).values():
-                if buffer is not None:
-                    _unmark(buffer)
+        buffers = (buffer for module in self.buffered for buffer in get_buffers(module).values())
+        for tensor in runs.iterate_tensors([outputs, *buffers]):
+            for name in MARKS:
+                vars(tensor).pop(name, None)
 
     def start_late_run(self) -> "PlacedRun":
         """Return a run for a module called by itself: by the user, or by checkpoint's recomputation in backward."""
         is_recomputed = find_backward_pass() != -1
         return PlacedRun(self, FrozenStatistics(keeps_form=True) if is_recomputed else None)
-
-
-def _unmark(tensor: Tensor) -> None:
-    notes = vars(tensor)
-    if notes:
-        for name in MARKS:
-            notes.pop(name, None)
 
 
 def place(net: nn.Module, trace: Trace, lengths: Sequence[int], devices: Iterable[torch.device]) -> Placement:
@@ -181,7 +171,7 @@ class PlacedRun(runs.Run):
         self._senders: list[ref[Tensor]] = []
         self._device_before: int | None = None
 
-    def __enter__(self) -> "PlacedRun":
+    def __enter__(self) -> Self:
         super().__enter__()
         if self.here.device.type == "cuda":
             self._device_before = torch.cuda.current_device()
@@ -231,7 +221,7 @@ class PlacedRun(runs.Run):
             return self._inherit(result, args) if isinstance(result, Tensor) else result
         if self._statistics is not None:
             if function in NORMS:
-                result = run_norm(self._statistics, function, (), self._without_running(function, args, kwargs))
+                result = run_norm(self._statistics, function, args, kwargs, self.bring)
                 if result is not None:
                     return self._settle(result)
             elif args and id(args[0]) in self.placement.counters and getattr(function, "__name__", "") in ADDITIONS:
@@ -290,19 +280,14 @@ class PlacedRun(runs.Run):
                 self._senders.append(ref(tensor))
             copies, key = tensor._volseg_copies, (self.here, with_grad, read_version(tensor))  # type: ignore[attr-defined]
         if key not in copies:
-            copies[key] = self.receive(tensor)
+            # The next micro-batch may change a buffer during the copy.
+            is_buffer = id(tensor) in self.placement.owners and not isinstance(tensor, nn.Parameter)
+            copied, passage = send(tensor.clone() if is_buffer else tensor, self.here.device, self._context.pending)
+            copies[key] = passage.wait(copied)
             copies[key]._volseg_location = self.here  # type: ignore[attr-defined]
         if not copies[key].is_inference():
             self._received.append((copies[key], get_version(copies[key])))
         return copies[key]
-
-    def receive(self, tensor: Tensor) -> Tensor:
-        """Send ``tensor`` to the current stage."""
-        if id(tensor) in self.placement.owners and not isinstance(tensor, nn.Parameter):
-            # The next micro-batch may change the buffer during the copy.
-            tensor = tensor.clone()
-        copied, passage = send(tensor, self.here.device, self._context.pending)
-        return passage.wait(copied)
 
     def _settle(self, result: Any) -> Any:
         """Locate the tensors of a result here."""
@@ -321,16 +306,6 @@ class PlacedRun(runs.Run):
                 if id(owner) in self.placement.owners:
                     self.placement.aliased.add(id(owner))
         return result
-
-    def _without_running(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Send a norm's arguments, except the running buffers, which it will not use."""
-        kept = ("running_mean", "running_var")
-        return {
-            name: value if name in kept else runs.map_tensors(self.bring, value)
-            for name, value in bind_arguments(function, args, kwargs).items()
-        }
 
     def _check_received(self, function: Callable[..., Any]) -> None:
         """Refuse an in-place change of a copy: the original, on its own stage, would keep the old value."""

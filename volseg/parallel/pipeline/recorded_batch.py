@@ -20,17 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from volseg.device.first_order import first_order
 from volseg.device.gpus import current_gpu_stream
-from volseg.device.module_internals import NormBase
+from volseg.device.module_internals import replacing_parameters
 from volseg.device.torch_internals import multiply_each, pytree
 from volseg.errors import ParallelError
-from volseg.parallel.pipeline import run as runs
-from volseg.parallel.pipeline.graphs import CountedStatistics, Lanes, RecordedRun, RecordRefusedError, RefusedOperations
+from volseg.parallel.pipeline.graphs import Lanes, RecordedRun, RecordRefusedError
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join, split
 from volseg.parallel.pipeline.placement import BatchContext, Placement
+from volseg.parallel.pipeline.statistics import WholeBatchStatistics
 from volseg.parallel.pipeline.transfer import copy_between
 from volseg.parallel.state.module import read_version
 
@@ -45,12 +44,6 @@ class _Output:
     home: Tensor
     """Its copy on the device where the outputs are joined."""
     lane: int
-
-
-class _Ticket:
-    """Token of the autograd node of one forward: while it exists unused, the activations are needed."""
-
-    is_used = False
 
 
 class RecordedBatch:
@@ -74,36 +67,31 @@ class RecordedBatch:
     """
 
     def __init__(self, net: nn.Module, placement: Placement, batch: CutBatch, lanes: int = 1) -> None:
-        for path, module in net.named_modules():
-            if isinstance(module, NormBase) and module.momentum is None and module.training:
-                raise RecordRefusedError(f"{path} computes its momentum from the number of batches so far")
         # Without the caller's tensors, which would live as long as the recording.
         self._net, self._batch = net, replace(batch, call=((), {}), calls=())
-        self._ticket: weakref.ref[_Ticket] | None = None
+        self._node: weakref.ref[Any] | None = None
         self._call: Call = pytree.tree_map_only(
             Tensor, lambda given: given.detach().clone().requires_grad_(given.requires_grad), batch.call
         )
         self._inputs = [leaf for leaf in pytree.tree_leaves(self._call) if isinstance(leaf, Tensor)]
-        named = dict(net.named_parameters())
-        self.parameters = list(named.values())
-        self._aliases: dict[str, Tensor] = {
-            name: nn.Parameter(p.detach(), p.requires_grad) for name, p in named.items()
-        }
-        owners = {id(alias): placement.owners[id(named[name])] for name, alias in self._aliases.items()}
+        self.parameters = list(net.parameters())
+        self._aliases = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.parameters}
+        owners = {id(alias): placement.owners[key] for key, alias in self._aliases.items()}
         self._placement = replace(placement, owners=placement.owners | owners)
-        self._statistics = CountedStatistics(len(batch.sizes))
+        self._statistics = WholeBatchStatistics(len(batch.sizes), counts_later=True)
         places = {tensor.device for tensor in self._inputs} | placement.devices | {batch.target}
         self._lanes = Lanes(places, lanes)
-        self._forward, self._homes = self._record_forward()
+        self._roots: list[_Output] = []
+        self._forward, self._homes = self._lanes.record(self._run_forward)
         self._backward = self._record_backward() if torch.is_grad_enabled() else None
         self._leaves, self._structure = pytree.tree_flatten(join(self._homes, batch.sizes))
         self._roots.clear()  # free the autograd graph; the recording keeps the memory
 
     @property
     def is_free(self) -> bool:
-        """Whether no forward waits for its backward."""
-        ticket = None if self._ticket is None else self._ticket()
-        return ticket is None or ticket.is_used
+        """Whether no forward waits for its backward: while its node exists unused, the activations are needed."""
+        node = None if self._node is None else self._node()
+        return node is None or node.is_used
 
     def __call__(self, call: Call) -> Any:
         """Run one batch; return the joined outputs."""
@@ -115,24 +103,17 @@ class RecordedBatch:
     def release(self) -> None:
         """Drop the recording: its memory is freed once no forward waits for its backward, which holds the memory."""
 
-    def _record_forward(self) -> tuple[Callable[[], None], list[Any]]:
-        """Record every micro-batch; keep its outputs, return the replay and the joined outputs' tensors."""
-        self._roots: list[_Output] = []
-        given = [(tensor, read_version(tensor)) for tensor in self._inputs]
-        replay, homes = self._lanes.record(self._run_forward)
-        if runs.list_changed_tensors(given):
-            raise RecordRefusedError("forward changes its arguments in place")
-        return replay, homes
-
     def _run_forward(self) -> list[Any]:
+        """Run every micro-batch; keep its outputs, and return the tensors to which a replay writes them."""
         contexts: dict[int, BatchContext] = defaultdict(BatchContext)
         homes, arrivals, target = [], [], self._batch.target
-        for index, (args, kwargs) in enumerate(split(*self._call, self._batch.sizes[0], self._batch.is_batch)):
+        for index, (args, kwargs) in enumerate(split(self._call, self._batch.sizes[0], self._batch.is_batch)):
             lane = index % self._lanes.count
             self._statistics.begin(index)
             with self._lanes.turn_to(lane):
-                with RecordedRun(self._placement, self._statistics, contexts[lane], self._lanes.first):
-                    output = functional_call(self._net, self._aliases, args, kwargs)
+                run = RecordedRun(self._placement, self._statistics, contexts[lane], self._inputs)
+                with replacing_parameters(self._net, self._aliases), run:
+                    output = self._net(*args, **kwargs)
                 leaves, structure = pytree.tree_flatten(output)
                 places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
                 for number, place in enumerate(places):
@@ -171,7 +152,8 @@ class RecordedBatch:
         replay, found = self._lanes.record(partial(self._run_backward, pieces, wanted))
         if any(parameter.grad is not own for parameter, own in zip(self.parameters, before, strict=True)):
             raise RecordRefusedError("backward itself computes gradients of parameters (reentrant checkpoints)")
-        self._gradients = dict(zip(self._places.values(), found, strict=True))
+        pairs = zip(self._places.values(), found, strict=True)
+        self._gradients = {place: gradient for place, gradient in pairs if gradient is not None}
         return replay
 
     def _run_backward(
@@ -191,8 +173,7 @@ class RecordedBatch:
         # cuDNN's cache of plans is per thread: it would benchmark again in this one, during the capture.
         times_plans, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
         try:
-            with RefusedOperations(self._lanes.first):
-                return torch.autograd.grad(sources, own, gradients, allow_unused=True)
+            return torch.autograd.grad(sources, own, gradients, allow_unused=True)
         finally:
             torch.backends.cudnn.benchmark = times_plans
 
@@ -247,11 +228,11 @@ class RecordedBatch:
         # Many at a time: a kernel for each would take longer to queue than to run.
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
         for place, gradient in self._gradients.items():
-            if gradient is not None and place in reached:
+            if place in reached:
                 groups[gradient.device, gradient.dtype].append(place)
         for places in groups.values():
-            own = [gradient for place in places if (gradient := self._gradients[place]) is not None]
-            for place, copied in zip(places, multiply_each(own, 1), strict=True):
+            copies = multiply_each([self._gradients[place] for place in places], 1)
+            for place, copied in zip(places, copies, strict=True):
                 found[place] = copied
         return found
 
@@ -271,11 +252,8 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recorded: RecordedBatch, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.recorded = recorded
-        ctx.ticket = None
-        if any(ctx.needs_input_grad):  # the activations are needed while the ticket exists
-            ctx.ticket = _Ticket()
-            recorded._ticket = weakref.ref(ctx.ticket)
+        ctx.recorded, ctx.is_used = recorded, not any(ctx.needs_input_grad)
+        recorded._node = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         ctx.versions = list(map(read_version, recorded.parameters))
         outputs = recorded.replay_forward(tensors[:num_inputs])
@@ -285,7 +263,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        if ctx.ticket.is_used:
+        if ctx.is_used:
             raise ParallelError(
                 "backward through a recorded pipeline ran a second time, and its activations are gone; for "
                 "retain_graph=True use ModelParallel(..., record=False)"
@@ -295,5 +273,5 @@ class _Replayed(torch.autograd.Function):
                 "a parameter was changed in place between forward and backward of a recorded pipeline, which would "
                 "compute gradients with its new values; change it after backward"
             )
-        ctx.ticket.is_used = True
+        ctx.is_used = True
         return None, None, *ctx.recorded.replay_backward(gradients)

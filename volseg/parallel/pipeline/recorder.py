@@ -15,6 +15,7 @@ to record runs ``forward`` once more than the user did. It has no side effects, 
 
 import logging
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -164,16 +165,10 @@ class BatchRecorder:
         key = identify_batch(self.conditions(), batch.call, batch.target, self._modes)
         if key is None:
             return None
-        kind = self._recordings.find_kind(key)
-        if kind.recording is None and self._recordings.is_warm(kind) and self._recordings.make_room():
-            self._record(kind, placement, batch)
-        if kind.recording is not None and kind.recording.is_free:
-            found: RecordedBatch = self._recordings.use(kind)
-            return found
-        self._recordings.count(kind)
-        return None
+        found: RecordedBatch | None = self._recordings.find(key, partial(self._record, placement, batch))
+        return found
 
-    def _record(self, kind: Kind, placement: Placement, batch: CutBatch) -> None:
+    def _record(self, placement: Placement, batch: CutBatch, kind: Kind) -> None:
         try:
             self._recordings.keep(kind, self._attempt(placement, batch))
         except Exception as failure:  # a recording that fails costs speed, not the run
@@ -182,9 +177,9 @@ class BatchRecorder:
 
     def _attempt(self, placement: Placement, batch: CutBatch) -> RecordedBatch:
         """Record without side effects."""
-        hooked = [name for name, parameter in self._net.named_parameters() if get_backward_hooks(parameter)]
-        if hooked:
-            raise RecordRefusedError(f"the hook of {hooked[0]} would be called for gradients of the attempt")
+        # The estimate counts on it too: replicas sum the gradients of a pipeline by such hooks.
+        if hooked := next((name for name, p in self._net.named_parameters() if get_backward_hooks(p)), None):
+            raise RecordRefusedError(f"{hooked} has a hook for its gradient")
         observer().on_mark("record_pipeline")
         # Recorded GPU work draws from the GPUs' generators, which a recording does not advance.
         with Attempt(self._net, written=placement.written) as attempt:

@@ -12,31 +12,19 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from volseg.device.module_internals import (
-    BACKWARD_HOOKS,
-    BACKWARD_PRE_HOOKS,
-    FORWARD_HOOKS,
-    FORWARD_HOOKS_ALWAYS_CALLED,
-    FORWARD_HOOKS_WITH_KWARGS,
-    FORWARD_PRE_HOOKS,
-    FORWARD_PRE_HOOKS_WITH_KWARGS,
-    get_forward_pre_hooks,
-)
+from volseg.device.module_internals import HOOK_FLAGS, HOOKS, get_forward_pre_hooks
 from volseg.device.torch_internals import is_transformed, unwrap_transformed
 from volseg.parallel.state.module import read_version
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 _active = threading.local()
-
-HOOKS = (FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS)
-HOOK_FLAGS = (FORWARD_HOOKS_WITH_KWARGS, FORWARD_HOOKS_ALWAYS_CALLED, FORWARD_PRE_HOOKS_WITH_KWARGS)
 
 latecomers: "WeakKeyDictionary[nn.Module, ref[Any]]" = WeakKeyDictionary()
 """Run for a placed module that is called outside its network's forward: by the recomputation of
@@ -107,7 +95,7 @@ class Run(TorchFunctionMode):
     root: nn.Module | None = None
     """Module whose end ends the run, if the hooks started the run."""
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> Self:
         self._outer = getattr(_active, "run", None)
         _active.run = self
         super().__enter__()

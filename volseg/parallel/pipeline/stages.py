@@ -7,7 +7,7 @@ they would not help; the partition reports this.
 
 import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from volseg.device.gpus import count_free_bytes, empty_cache, is_gpu
 from volseg.errors import PartitionError
 from volseg.parallel.pipeline.balance import (
+    UNLIMITED,
     balance,
     balance_stages,
     choose_quickest,
@@ -41,7 +42,7 @@ def plan_stages(
     devices: Sequence[torch.device],
     samples: int,
     micro_batches: int,
-    limits: Sequence[float] | None,
+    limits: Sequence[float],
     is_recorded: bool,
 ) -> Partition:
     """Choose the fastest number of stages, and for it the fastest cut that fits.
@@ -62,17 +63,13 @@ def plan_stages(
     layers = measured.layers
     forward, backward = [layer.forward_ms for layer in layers], [layer.backward_ms for layer in layers]
     held = compute_held_bytes(measured.activations, len(layers), is_recorded)
-    states = sum_runs([STATE_COPIES * layer.parameter_bytes for layer in layers])
-    memory = [
-        [fixed + micro_batches * each for fixed, each in zip(*rows, strict=True)]
-        for rows in zip(states, held, strict=True)
-    ]
+    memory = sum_runs([STATE_COPIES * layer.parameter_bytes for layer in layers]) + micro_batches * held
     most = min(len(devices), len(layers))
     cuts: dict[int, list[int]] = {}
     predicted: dict[int, float] = {}
     for stages in range(1, most + 1):
         try:
-            cuts[stages] = balance(forward, stages, backward, memory, None if limits is None else limits[:stages])
+            cuts[stages] = balance(forward, stages, backward, memory, limits[:stages])
         except PartitionError as refused:
             failure = refused
             continue
@@ -85,18 +82,16 @@ def plan_stages(
         # An estimate must not forbid a batch that may fit: even memory out and let the device decide.
         logger.warning("%s; cutting for even memory", failure)
         lengths = balance_stages(memory, most)
-    names, notes = list(map(str, devices)), _explain_idle(predicted or {most: 0.0}, len(lengths), len(devices))
-    return Partition.from_lengths(layers, lengths, names, samples, list_held(held, lengths), notes, predicted)
-
-
-def _explain_idle(predicted: Mapping[int, float], stages: int, devices: int) -> list[str]:
-    """Return why devices stay idle, if they do."""
-    if stages == devices:
-        return []
-    idle, most = f"{devices - stages} of {devices} devices stay idle", max(predicted)
-    if most == stages:
-        return [f"{idle}: the network has only {stages} separable layers, or memory allows no more stages"]
-    return [f"{idle}: a batch takes {predicted[stages]:.3f} ms on {stages} stages, {predicted[most]:.3f} ms on {most}"]
+    of_stages, notes = list_held(held, lengths), []
+    if idle := len(devices) - len(lengths):
+        times = ", ".join(f"{stages}: {ms:.3f}" for stages, ms in predicted.items())
+        notes = [
+            f"{idle} of {len(devices)} devices stay idle: the network has {len(layers)} separable layers; predicted ms "
+            f"of a batch by number of stages, if they fit into memory: {times or 'none'}"
+        ]
+    return Partition.from_lengths(
+        layers, lengths, devices, of_stages, samples=samples, notes=tuple(notes), predicted_ms=predicted
+    )
 
 
 def _predict_copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> float:
@@ -104,10 +99,10 @@ def _predict_copies_ms(layers: Sequence[LayerCost], lengths: Sequence[int]) -> f
     return sum(COPY_MS + layers[end - 1].sent_bytes / COPY_BYTES_PER_MS for end in accumulate(lengths[:-1]))
 
 
-def read_memory_limits(devices: Sequence[torch.device]) -> list[float] | None:
-    """Return the bytes available on each device, or ``None`` for hosts."""
+def read_memory_limits(devices: Sequence[torch.device]) -> list[float]:
+    """Return the bytes available on each device; hosts have no limit."""
     if not all(map(is_gpu, devices)):
-        return None
+        return [UNLIMITED] * len(devices)
     # Cached memory of the measurement is available.
     gc.collect()
     for device in devices:

@@ -157,13 +157,23 @@ def _commit(calls: Sequence[_Gathered]) -> None:
 
 
 class WholeBatchStatistics:
-    """Gather each norm's statistics over the micro-batches of one batch; ``commit`` updates the running buffers."""
+    """Gather each norm's statistics over the micro-batches of one batch; ``commit`` updates the running buffers.
 
-    def __init__(self, micro_batches: int) -> None:
+    Parameters
+    ----------
+    micro_batches
+        Number of micro-batches.
+    counts_later
+        Whether ``commit`` increases the counters too: a recording repeats no functions on them.
+    """
+
+    def __init__(self, micro_batches: int, counts_later: bool = False) -> None:
         self.micro_batches = micro_batches
         self.splits_batch_norm = False
         """Whether a batch norm used the statistics of one micro-batch of several."""
         self.gathered: dict[tuple[int, int], _Gathered] = {}
+        self._counts_later = counts_later
+        self._counters: list[Tensor] = []
         self._calls: dict[int, int] = defaultdict(int)
         self._index = 0
 
@@ -172,9 +182,11 @@ class WholeBatchStatistics:
         self._index = index
         self._calls.clear()
 
-    def counts_batch(self, counter: Tensor) -> bool:  # noqa: ARG002
+    def counts_batch(self, counter: Tensor) -> bool:
         """Count the batch once, not its micro-batches."""
-        return self._index == 0
+        if self._counts_later and self._index == 0:
+            self._counters.append(counter)
+        return self._index == 0 and not self._counts_later
 
     def norm(self, site: NormSite) -> Tensor:
         """Normalise with the micro-batch's statistics and keep them."""
@@ -192,13 +204,15 @@ class WholeBatchStatistics:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update every running buffer once per call of its norm, in the order of the calls."""
+        """Update every running buffer once per call of its norm, in the order of the calls; then count the batch."""
         groups: dict[tuple[Any, ...], list[_Gathered]] = defaultdict(list)
         for (_, call), kept in self.gathered.items():
             rows = kept.rows
             groups[call, rows.device, rows.dtype, kept.by_instance, kept.momentum].append(kept)
         for _, calls in sorted(groups.items(), key=lambda group: group[0][0]):
             _commit(calls)
+        for counter in self._counters:
+            counter.add_(1)
 
 
 _PYTHON = ("input", "running_mean", "running_var", "weight", "bias")
@@ -212,31 +226,32 @@ NORMS: dict[Any, tuple[str, ...]] = {
 """Functions that update running statistics, with the names of their arguments."""
 
 
-def bind_arguments(function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a norm's arguments by name."""
-    return {**dict(zip(NORMS[function], args, strict=False)), **kwargs}
-
-
 def run_norm(
-    statistics: FrozenStatistics | WholeBatchStatistics, function: Norm, args: tuple[Any, ...], kwargs: dict[str, Any]
+    statistics: FrozenStatistics | WholeBatchStatistics,
+    function: Norm,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    bring: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Tensor | None:
     """Run one of ``NORMS`` under ``statistics``; return ``None`` if the call updates no statistics.
+
+    ``bring`` returns a tensor on the device of the call; the running buffers stay where they are.
 
     Raises
     ------
     ParallelError
         If a batch norm gets one value per channel.
     """
-    given = bind_arguments(function, args, kwargs)
+    given = {**dict(zip(NORMS[function], args, strict=False)), **kwargs}
     by_instance = "use_input_stats" in NORMS[function]
     if not (given.get("use_input_stats", True) if by_instance else given.get("training", False)):
         return None
     shape = given["input"].shape
     if not by_instance and shape.numel() == shape[1]:
         raise ParallelError(
-            f"a batch norm in training got an input of shape {tuple(shape)}, one value per channel, and a pipeline "
-            "normalises each micro-batch by itself: take a larger split_size, batches that leave no remainder of one "
-            "sample, or an instance or group norm"
+            f"a batch norm in training got an input of shape {tuple(shape)}, one value per channel: a pipeline "
+            "normalises each micro-batch separately; use a larger split_size, a batch size that leaves no remainder of "
+            "one sample, or an instance or group norm"
         )
     if isinstance(statistics, WholeBatchStatistics) and not by_instance:
         statistics.splits_batch_norm = statistics.micro_batches > 1
@@ -247,5 +262,8 @@ def run_norm(
     def call(blank_mean: Tensor | None, blank_variance: Tensor | None, momentum: float) -> Tensor:
         return function(**{**given, "running_mean": blank_mean, "running_var": blank_variance, "momentum": momentum})
 
+    for name in ("input", "weight", "bias"):
+        if isinstance(given.get(name), Tensor):
+            given[name] = bring(given[name])
     momentum = given.get("momentum", 0.1)
     return statistics.norm(NormSite((mean, variance), momentum, by_instance, given["input"].device, call))

@@ -11,18 +11,19 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from volseg.device.gpus import host_values, is_gpu
+from volseg.device.gpus import is_gpu
 from volseg.device.torch_internals import accept_gradients_of_other_streams, is_compiled, pytree
 from volseg.errors import ParallelError, PartitionError
 from volseg.parallel.devices import Devices, name_devices
 from volseg.parallel.pipeline.balance import choose_quickest, compute_held_bytes, list_held
-from volseg.parallel.pipeline.batch import lend_untraced, run_batch
+from volseg.parallel.pipeline.batch import run_batch, run_untraced
 from volseg.parallel.pipeline.batching import Batching
-from volseg.parallel.pipeline.costs import list_layers, measure, observe_copy
+from volseg.parallel.pipeline.costs import measure
 from volseg.parallel.pipeline.micro_batch import (
     Call,
     CutBatch,
     compute_split_sizes,
+    count_samples,
     get_batch_size,
     mark_batch_candidates,
     split,
@@ -31,8 +32,7 @@ from volseg.parallel.pipeline.partition import Partition
 from volseg.parallel.pipeline.placement import Placement, place
 from volseg.parallel.pipeline.recorder import BatchRecorder
 from volseg.parallel.pipeline.stages import plan_stages, read_memory_limits
-from volseg.parallel.pipeline.trace import Trace, list_segments
-from volseg.parallel.state.random import own_random_numbers
+from volseg.parallel.pipeline.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Pipeline:
     Attributes
     ----------
     split_size : int or "auto"
-        Samples per micro-batch; ``"auto"`` measures powers of two and takes the fastest.
+        Samples per micro-batch; ``"auto"`` measures powers of two and uses the fastest.
     cuts : sequence of str, optional
         First modules of the stages after the first, as dotted paths, instead of measuring.
     record : "auto" or bool
@@ -161,7 +161,7 @@ class PipelineStrategy:
     is_shared = False
     """Whether volumes are spread over several processes: a pipeline runs in one."""
     is_recordable = False
-    """Whether a whole step can be one CUDA graph: a pipeline records its stages by itself."""
+    """Whether a whole step can be one CUDA graph: a pipeline records its batches itself."""
 
     @property
     def step_devices(self) -> NoReturn:
@@ -170,9 +170,9 @@ class PipelineStrategy:
         Raises
         ------
         ParallelError
-            Always: a pipeline records its stages, one by one.
+            Always: a pipeline records its batches itself.
         """
-        raise ParallelError("a step is recorded for strategy='spatial', not for a pipeline, which records its stages")
+        raise ParallelError("only a step of strategy='spatial' can be recorded; a pipeline records its batches itself")
 
     @property
     def volumes(self) -> NoReturn:
@@ -184,8 +184,8 @@ class PipelineStrategy:
             Always: a pipeline cuts none.
         """
         raise ParallelError(
-            "volumes are cut and batches scattered for strategy='spatial', but this model runs as a pipeline, "
-            "which takes whole batches"
+            "only strategy='spatial' cuts volumes and scatters batches; this model is a pipeline, which takes whole "
+            "batches"
         )
 
     @property
@@ -207,19 +207,19 @@ class PipelineStrategy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the network's ``forward`` on each micro-batch and join the outputs, on the device of the input."""
         target = self._get_output_device((args, kwargs))
-        args, kwargs = self._bring_to_first_stage((args, kwargs))
-        batch, is_batch = self._resolve_batch((args, kwargs))
-        placement, split_size = self._prepare(args, kwargs, batch, is_batch)
-        calls, sizes = split(args, kwargs, split_size, is_batch), compute_split_sizes(batch, split_size)
+        call = self._bring_to_first_stage((args, kwargs))
+        is_batch = self._mark_batch(call)
+        placement, split_size = self._prepare(call, is_batch)
+        calls, sizes = split(call, split_size, is_batch), compute_split_sizes(count_samples(call, is_batch), split_size)
         # Different sizes show by themselves whether outputs scale with them, and a batch that is not cut needs no test.
         is_open = len(sizes) > 1 and sizes[0] == sizes[-1]
-        cut = CutBatch((args, kwargs), is_batch, calls, sizes, target)
+        cut = CutBatch(call, is_batch, calls, sizes, target)
         confirm: Callable[[Any], None] | None = None
         if is_open:
             self._recorder.conditions()
             condition = self._recorder.conditions.form, self.net.training
-            runner = partial(lend_untraced, self.net, placement, self.devices)
-            confirm = self._batching.prove(condition, (args, kwargs), is_batch, sizes[0], runner)
+            runner = partial(run_untraced, self.net, placement, self.devices)
+            confirm = self._batching.prove(condition, call, is_batch, sizes[0], runner)
         replay = self._recorder.find(placement, cut)
         if replay is not None:
             return replay(cut.call)
@@ -232,14 +232,12 @@ class PipelineStrategy:
         # A placement refers to objects by identity, which loading changes; it is measured again.
         return PipelineStrategy, (self.net, self.options, self.devices)
 
-    def _resolve_batch(self, call: Call) -> tuple[int, list[bool]]:
-        """Return the number of samples, and which leaves of the call have one row for each."""
-        if self.options.batched is None and get_batch_size(*call) <= (
-            self.split_size if isinstance(self.split_size, int) else 1
-        ):
-            return get_batch_size(*call), mark_batch_candidates(*call)
-        is_batch = self._batching.mark_batch_arguments(call)
-        return len(pytree.tree_leaves(call)[is_batch.index(True)]), is_batch
+    def _mark_batch(self, call: Call) -> list[bool]:
+        """Return which leaves of the call have one row per sample."""
+        whole = self.split_size if isinstance(self.split_size, int) else 1
+        if self.options.batched is None and get_batch_size(call) <= whole:
+            return mark_batch_candidates(call)
+        return self._batching.mark_batch_arguments(call)
 
     @property
     def is_replaying(self) -> bool:
@@ -248,29 +246,28 @@ class PipelineStrategy:
 
     def plan(self, *args: Any, **kwargs: Any) -> Partition:
         """Measure, cut and place without running, as a loaded optimizer state needs it beforehand."""
-        args, kwargs = self._bring_to_first_stage((args, kwargs))
-        self._prepare(args, kwargs, *self._resolve_batch((args, kwargs)))
+        call = self._bring_to_first_stage((args, kwargs))
+        self._prepare(call, self._mark_batch(call))
         return self.partition
 
-    def _prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, is_batch: Sequence[bool]
-    ) -> tuple[Placement, int]:
+    def _prepare(self, call: Call, is_batch: Sequence[bool]) -> tuple[Placement, int]:
         """Return the placement and the split size, measured on the first call of each shape."""
-        shapes = tuple(leaf.shape for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        shapes = tuple(leaf.shape for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor))
         split_size = self._splits.get(shapes)
         if split_size is None or self.placement is None:
             # Parameters that were moved under inference mode could never be trained again.
             with torch.inference_mode(False):
-                split_size = self._splits[shapes] = self._decide((args, kwargs), batch, is_batch)
+                split_size = self._splits[shapes] = self._decide(call, is_batch)
         assert self.placement is not None
         return self.placement, split_size
 
-    def _decide(self, call: Call, batch: int, is_batch: Sequence[bool]) -> int:
+    def _decide(self, call: Call, is_batch: Sequence[bool]) -> int:
         """Measure unknown costs; place the network on the first call."""
         refuse_hidden(self.net)
+        batch = count_samples(call, is_batch)
 
         def micro_batch(samples: int) -> Call:
-            return split(*call, samples, is_batch)[0]
+            return split(call, samples, is_batch)[0]
 
         if self.cuts is not None and self.placement is None:
             samples = min(self.split_size, batch) if isinstance(self.split_size, int) else 1
@@ -283,37 +280,32 @@ class PipelineStrategy:
         plans = {size: self._plan(micro_batch, batch, size) for size in sizes}
         predicted = {size: partition.batch_ms for size, (partition, _) in plans.items()}
         chosen = choose_quickest(predicted)
-        logger.info("split_size='auto': %s ms per batch of %d; taking %d", predicted, batch, chosen)
+        logger.info("split_size='auto': %s ms per batch of %d; using %d", predicted, batch, chosen)
         if self.placement is None:
             self._place(*plans[chosen])
         return chosen
 
     def _plan(self, micro_batch: Callable[[int], Call], batch: int, split_size: int) -> tuple[Partition, Trace]:
         """Measure a micro-batch and choose a cut."""
-        measured = measure(self.net, *micro_batch(split_size), self.devices[0])
+        measured = measure(self.net, micro_batch(split_size), self.devices[0])
         sizes = compute_split_sizes(batch, split_size)
-        limits = read_memory_limits(self.devices)
-        with host_values():
-            is_recorded = self._recorder.is_active
-            return plan_stages(measured, self.devices, sizes[0], len(sizes), limits, is_recorded), measured.trace
+        limits, is_recorded = read_memory_limits(self.devices), self._recorder.is_active
+        return plan_stages(measured, self.devices, sizes[0], len(sizes), limits, is_recorded), measured.trace
 
     def _cut_by_hand(self, call: Call, samples: int) -> tuple[Partition, Trace]:
         """Cut at the user's modules; nothing is timed."""
         assert self.cuts is not None
-        with own_random_numbers(self.devices[:1]):
-            _, trace, observer = observe_copy(self.net, *call, self.devices[0])
-        found = list_segments(trace)
-        activations, layers = list_layers(self.net, observer, found, [(0.0, 0.0)] * len(found))
-        starts = [find_start(cut, [segment.calls[0].path for segment in found]) for cut in self.cuts]
-        ends = [0, *starts, len(found)]
+        measured = measure(self.net, call, self.devices[0], is_timed=False)
+        layers = measured.layers
+        starts = [find_start(cut, [layer.modules[0] for layer in layers]) for cut in self.cuts]
+        ends = [0, *starts, len(layers)]
         if sorted(set(ends)) != ends:
             raise PartitionError(
                 f"cuts must be in the order of execution and begin after the first layer, got {self.cuts}"
             )
         lengths = [end - start for start, end in pairwise(ends)]
-        with host_values():
-            held = list_held(compute_held_bytes(activations, len(found), self._recorder.is_active), lengths)
-        return Partition.from_lengths(layers, lengths, list(map(str, self.devices)), samples, held), trace
+        held = list_held(compute_held_bytes(measured.activations, len(layers), self._recorder.is_active), lengths)
+        return Partition.from_lengths(layers, lengths, self.devices, held, samples=samples), measured.trace
 
     def _place(self, partition: Partition, trace: Trace) -> None:
         """Move the layers to their devices."""
@@ -349,7 +341,7 @@ def refuse_hidden(net: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
             where = repr(path) if path else "the network itself"
             raise PartitionError(
-                f"the pipeline intercepts the functions of a network, and {where} ({type(module).__name__}) is "
+                f"the pipeline intercepts the functions of a network, but {where} ({type(module).__name__}) is "
                 "scripted or compiled: pass the original module (of torch.compile: its _orig_mod)"
             )
 
@@ -366,6 +358,6 @@ def find_start(cut: str, starts: Sequence[str]) -> int:
         if path == cut or path.startswith(f"{cut}."):
             return number
     raise PartitionError(
-        f"no stage can start at {cut!r}: forward does not call this module, or it lies between the creation and "
+        f"no stage can start at {cut!r}: forward does not call this module, or calls it between the creation and "
         f"an in-place change of a tensor. Stages can start at {', '.join(starts[1:]) or 'no module of this network'}"
     )
