@@ -1,7 +1,7 @@
-"""Commands that start volseg: those it runs itself, and those it prints for the user.
+"""Spell the commands that start volseg: those that it runs itself, and those that it prints for the user.
 
 If ``make`` or a full path started volseg, the command is usually not on the shell's path. Printed commands are spelled
-the way this process was started, or in another way that reaches the same installation.
+as this process was started, or in another way that starts the same installation.
 """
 
 import os
@@ -21,7 +21,7 @@ def spell(line: str) -> str:
     Parameters
     ----------
     line : str
-        Begins with ``volseg`` or ``tensorboard``; the remaining words are already quoted for a shell.
+        Command that begins with ``volseg`` or ``tensorboard``; the other words are already quoted for a shell.
 
     Examples
     --------
@@ -55,13 +55,13 @@ def _find(tool: str) -> str:
 
 
 def _as_module(tool: str) -> str:
-    """Return how this interpreter runs the module; compare file names, as virtual environments link to one file."""
+    """Return the command by which this interpreter runs a module."""
     on_path = shutil.which("python")
     is_found = on_path is not None and Path(on_path).absolute() == Path(sys.executable).absolute()
     return f"{'python' if is_found else quote(show_path(Path(sys.executable)))} -m {MODULES[tool]}"
 
 
 def show_path(path: Path) -> str:
-    """Return a path, relative to the working folder if it lies below."""
+    """Return a path, relative to the working folder if it is below it."""
     path, here = path.absolute(), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

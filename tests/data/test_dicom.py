@@ -44,7 +44,7 @@ def test_truncated_slice_and_a_folder_without_series(tmp_path, capfd):
         read_volume(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/notes.txt").write_text("nothing here", encoding="utf-8")
-    with pytest.raises(ReaderError, match="holds no readable DICOM series; name the folder that holds the slices"):
+    with pytest.raises(ReaderError, match="contains no readable DICOM series; name the folder with the slices"):
         read_volume(tmp_path / "empty")
     assert capfd.readouterr().err == ""
 
@@ -52,7 +52,9 @@ def test_truncated_slice_and_a_folder_without_series(tmp_path, capfd):
 @pytest.mark.parametrize("syntax", ["1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"], ids=["big-endian", "deflated"])
 def test_rare_transfer_syntaxes_are_refused(tmp_path, syntax):
     write_slice(tmp_path / "a.dcm", 0, syntax=UID(syntax))
-    with pytest.raises(ReaderError, match=r"a\.dcm is deflated or big-endian DICOM, which is not read; convert it"):
+    with pytest.raises(
+        ReaderError, match=r"a\.dcm is deflated or big-endian DICOM, which is not supported; convert it"
+    ):
         read_volume(tmp_path / "a.dcm")
 
 

@@ -213,7 +213,9 @@ def test_a_folder_of_the_users_own_is_left_alone(tmp_path, manifest):
     if manifest is not None:
         (tmp_path / "dataset.json").write_text(manifest, encoding="utf-8")
     before = digests(tmp_path)
-    with pytest.raises(DataError, match="is not empty and was not made by volseg; name a new or an empty folder"):
+    with pytest.raises(
+        DataError, match="is not empty, and not a synthetic task that volseg wrote; name a new or an empty folder"
+    ):
         make_task(tmp_path)
     assert digests(tmp_path) == before
 

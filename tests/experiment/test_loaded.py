@@ -321,7 +321,7 @@ def test_the_checkpoint_and_the_settings_hold_for_all(cross_validated, folds):
         ("training.epochs=3", r"inference, device, parallel, training\.precision"),
         ("inference.miror=true", "did you mean 'mirror'"),
         ("inference.overlap=2", "less than 1"),
-        ("device", "takes key=value"),
+        ("device", "needs key=value"),
     ],
 )
 def test_what_the_training_settled_cannot_be_set(folds, override, message):
