@@ -26,9 +26,7 @@ UNWRITTEN = 120
 PR_SET_PDEATHSIG = 1
 """Constant of Linux's ``prctl``."""
 
-ENDED_SILENTLY = (
-    "the usual cause is a lack of memory (see the system's log); the machine's owner may also have ended it"
-)
+ENDED_SILENTLY = "the usual cause is a lack of memory (see the system's log); someone may also have killed it"
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """Interval at which a process checks whether its parent still exists."""

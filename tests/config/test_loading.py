@@ -150,7 +150,7 @@ SETTINGS = [
     ("training.epochs=-1", "training.epochs: Input should be greater than or equal to 1, got -1"),
     ("training.epochs=two", "training.epochs: Input should be a valid integer, .*, got 'two'"),
     ("training.clip=0,5", "training.clip: Input should be a valid number, .*, got '0,5'"),
-    ("optimizer.lr=0,003", "optimizer: lr is the text '0,003'; write a number as 0.003"),
+    ("optimizer.lr=0,003", "optimizer: lr is the text '0,003'; write numbers as 0.003"),
     ("training.record=maybe", "training.record: needed: true or false, got 'maybe'"),
     ("training.precision=float16", "Input should be 'auto', 'fp32', 'bf16' or 'fp16', got 'float16'"),
     ("device=cuda:1", "device: Input should be 'auto', 'cpu' or 'cuda', got 'cuda:1'"),
@@ -178,14 +178,14 @@ SETTINGS = [
 ]  # fmt: skip
 
 FILES = {
-    "empty": (b"", "must contain `key: value` lines, got nothing; volseg configure FOLDER writes a config"),
-    "comment": (b"# later\n", "must contain `key: value` lines, got nothing"),
-    "list": (b"- a\n- b\n", "must contain `key: value` lines, got a list"),
-    "text": (b"just text\n", "must contain `key: value` lines, got a str"),
+    "empty": (b"", "needs `key: value` lines, got nothing; volseg configure FOLDER writes one"),
+    "comment": (b"# later\n", "needs `key: value` lines, got nothing"),
+    "list": (b"- a\n- b\n", "needs `key: value` lines, got a list"),
+    "text": (b"just text\n", "needs `key: value` lines, got a str"),
     "tabs": (b"name: a\n\tdata: b\n", "is not valid YAML: .*line 2, column 1.*indent with spaces: YAML does not"),
     "twice": (b"name: a\nname: b\n", "the key 'name' occurs twice; keep one"),
     "image": (b"\x1f\x8b\x08\xff", "is not text in UTF-8 .*; name a YAML file saved as UTF-8"),
-    "manifest": (b'{"name": "T", "labels": {"0": "a"}}', "is not a config .*: it has labels, name.*data set by its"),
+    "manifest": (b'{"name": "T", "labels": {"0": "a"}}', "is not a volseg config: it has the keys labels, name; .*folder of a data set"),
 }  # fmt: skip
 
 

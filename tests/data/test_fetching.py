@@ -213,7 +213,7 @@ def test_a_server_that_stalls_is_asked_again(serve, fetch, monkeypatch):
 
 AT_ONCE = {
     "404": (refuse(404), r"the server answered 404 \(.*\); check the address, or name a mirror with --url"),
-    "no length": (whole(Content_Length=None), "the server does not send the length of the file; name a mirror with"),
+    "no length": (whole(Content_Length=None), "the server does not send the file's length; name a mirror with"),
     "other bytes": (whole(NEWER), r"is not the expected file, .*: its md5 is \w{32}, needed: \w{32}; try"),
 }
 
@@ -236,7 +236,7 @@ def test_redirects_are_followed_within_the_web(serve, fetch):
     assert fetch(first) == CONTENT
     assert len(requests) == 1
     circle, _ = serve(lambda handler: handler.answer(302, Location=handler.path))
-    with pytest.raises(DataError, match=r"the server answers 302 .*infinite loop"):
+    with pytest.raises(DataError, match=r"the server answered 302 .*infinite loop"):
         fetch(circle)
 
 
@@ -390,9 +390,7 @@ def test_an_archive_without_a_folder_becomes_one_beside_what_a_killed_process_le
 def test_a_folder_of_that_name_that_holds_something_else_stays(tmp_path):
     (tmp_path / "Task77_Test").mkdir()
     (tmp_path / "Task77_Test/mine.txt").touch()
-    with pytest.raises(
-        DataError, match=r"exists, but does not contain a complete task .*; move it away, or name another folder"
-    ):
+    with pytest.raises(DataError, match=r"exists, but does not contain a complete task .*; move it away, or name"):
         fetch_task(public(b""), tmp_path)
     assert listed(tmp_path) == ["Task77_Test/mine.txt"]
 

@@ -81,9 +81,9 @@ def test_other_values_are_refused(strange):
     [
         ((1, 2), {"ignore": 2}, "the ignored value is 2"),
         ((1, 2), {"regions": {"r": (1, 3)}}, r"the region 'r' has the values \[1, 3\]"),
-        ((1, 2), {"regions": {"r": (0, 1)}}, "without the background"),
-        ((1, 2), {"regions": {"r": ()}}, "made of"),
-        ((1, 2), {"regions": {"r": (1, 2), "s": (2, 1)}}, "are the same"),
+        ((1, 2), {"regions": {"r": (0, 1)}}, "other than the background, from"),
+        ((1, 2), {"regions": {"r": ()}}, r"has the values \[\]"),
+        ((1, 2), {"regions": {"r": (1, 2), "s": (2, 1)}}, "are equal"),
         (tuple(range(1, 256)), {}, "at most 254 labels, got 256"),
     ],
 )

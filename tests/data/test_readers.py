@@ -158,9 +158,7 @@ def test_read_names_case_field_and_file(save, ramp, tmp_path):
         Read(["image", "label"])(case)
     with pytest.raises(ReaderError, match=r"case a, label: .*gone\.nii\.gz does not exist"):
         Read(["label"])({"case": "a", "label": tmp_path / "gone.nii.gz"})
-    with pytest.raises(
-        ReaderError, match="case a: image should be a path, or a tuple with a path per channel, got a MetaTensor"
-    ):
+    with pytest.raises(ReaderError, match="case a: image should be a path, or a path per channel, got a MetaTensor"):
         Read(["image"])(Read(["image"])(case))
     with pytest.raises(ReaderError, match="an image needs a file, or one per channel, got none"):
         read_volume(())

@@ -137,7 +137,7 @@ def test_folders_that_cannot_be_paired_are_refused(write_names, tmp_path):
     with pytest.raises(DataError, match=r"lacks 1 of 2 case\(s\): pat13; .*--allow-missing; files are paired"):
         evaluate_folders(out, labels)
     (out / "predicted.jsonl").write_text('{"channels": ["t1"\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"the first line of .*predicted\.jsonl does not describe predictions"):
+    with pytest.raises(DataError, match=r"predicted\.jsonl does not begin with a description of predictions"):
         pair_files(out, labels)
     write(out / "pat14.nii")
     with pytest.raises(DataError, match="of one case; keep one"):

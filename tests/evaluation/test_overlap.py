@@ -38,7 +38,7 @@ def test_rounded_affines_agree_and_shifted_ones_do_not():
         (torch.full((1, 2, 2, 2), 9), DataError, r"prediction has the label values \[9\]"),  # what is ignored
         (torch.full((1, 2, 2, 2), 0.5), DataError, "prediction must contain whole numbers, got 0.5"),
         (torch.full((1, 2, 2, 2), float("nan")), DataError, "prediction must contain whole numbers, got nan"),
-        (torch.full((1, 2, 2, 2), 3), DataError, r"label values \[3\], but only \[0, 1, 2\] are declared; correct"),
+        (torch.full((1, 2, 2, 2), 3), DataError, r"label values \[3\], but declared are \[0, 1, 2\]; correct"),
         (torch.full((1, 2, 2, 2), -1), DataError, "an image, not a label map"),
         (torch.full((1, 2, 2, 2), 70000), DataError, "an image, not a label map"),
     ],

@@ -226,7 +226,7 @@ def test_nnunets_summary_is_read_and_another_file_refused(tmp_path, text):
         DataError, match=r"summary\.json (is not a summary.json of volseg|cannot be read as a summary: E)"
     ):
         read_summary(path)
-    with pytest.raises(DataError, match="the keys of a summary must be label values"):
+    with pytest.raises(DataError, match="a summary's keys must be label values"):
         read_structure("(1, x)")
 
 

@@ -152,12 +152,9 @@ def test_a_training_that_goes_on_amid_its_growth_ends_in_the_same_bits(grown, co
             "with increasing until and no side larger",
         ),
         (["patch.growth=[{until: 1.0, size: [8, 8, 8]}]"], "less than 1"),
-        (
-            ["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.strategy=spatial"],
-            "parallel divides volumes or layers",
-        ),
+        (["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.strategy=spatial"], "parallel divides volumes"),
         (["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.pipeline=2"], "parallel divides volumes or layers"),
-        (["training.validate_every=null", "training.patience=3"], r"training\.patience counts validations, but"),
+        (["training.validate_every=null", "training.patience=3"], r"training\.patience needs validations, but"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(configured, overrides, message):

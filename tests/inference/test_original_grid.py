@@ -74,7 +74,7 @@ def test_a_grid_rounded_by_its_file_format_needs_no_interpolation():
     ("probabilities", "message"),
     [
         (torch.zeros(2, 4, 4, 5), r"\(2, 4, 4, 5\) is not on a grid of \(4, 4, 4\) voxels"),
-        (torch.zeros(257, 4, 4, 4), "can contain 256 labels, but the model has 257"),
+        (torch.zeros(257, 4, 4, 4), "more than 256 classes need values, got 257"),
     ],
 )
 def test_other_probabilities_are_refused(probabilities, message):

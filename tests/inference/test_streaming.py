@@ -137,7 +137,7 @@ def test_entropy_is_0_where_sure_and_1_where_all_classes_are_alike():
     assert prediction.entropy.shape == (1, 4, 4, 4)
     torch.testing.assert_close(prediction.entropy.as_tensor()[0, 1:], torch.ones(3, 4, 4), atol=1e-6, rtol=0)
     assert (prediction.entropy[0, 0] < 1e-6).all()
-    with pytest.raises(ConfigError, match=r"entropy and probabilities in addition to labels, got \['logits'\]"):
+    with pytest.raises(ConfigError, match=r"also have entropy and probabilities, but not \['logits'\]"):
         next(Predictor(model=classes(4), num_classes=4).stream([case], also=["logits"]))
 
 
@@ -218,7 +218,7 @@ def test_windows_of_air_go_through_no_model_and_are_background(windows_per_step,
         skipped = Predictor(model=some, skip_background=True, **settings)(case)
     # 7 windows along D begin at 0, 4 ... 24; those from plane 16 on see air alone. 2 x 2 of each.
     assert (every.seen, some.seen) == (28, 16)
-    assert "12 of 28 windows have only one value and count as background (skip_background)" in caplog.text
+    assert "12 of 28 windows have one value and count as background (skip_background)" in caplog.text
     assert skipped[:, :16].equal(plain[:, :16])  # no window that reaches there was left out
     assert (plain[:, 20:] == 3 - (not regions)).all()
     assert (skipped[:, 20:] == 0).all()

@@ -119,7 +119,7 @@ def test_values_next_to_integers_are_printed_in_full(root):
 
 POINTED = (lambda content: POINTER, "is a Git LFS pointer, .*git lfs pull")
 DISGUISES = {
-    ".nii.gz": (gzip.decompress, "is not compressed with gzip, although its name .*; rename it to"),
+    ".nii.gz": (gzip.decompress, "is called .gz, but not compressed with gzip; rename it to"),
     ".nii": (lambda content: content, r"is compressed with gzip, .* rename it to volume.nii.gz"),
     ".nrrd": POINTED,
     ".mha": POINTED,

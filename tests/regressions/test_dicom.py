@@ -82,9 +82,7 @@ def of_frames(sequence, tag, value):
 
 
 NO_PLACE = {"PlanePositionSequence": None}
-TWICE = (
-    r"12 slices are at 6 place\(s\) .*, but .* needs one slice per place: a.dcm \(frame 1\) .* , a.dcm \(frame 7\) at"
-)
+TWICE = r"12 slices are at 6 place\(s\) .* needs one slice per place: a.dcm \(frame 1\) .*, a.dcm \(frame 7\) at"
 TURNED = [TRANSVERSE, TRANSVERSE, TRANSVERSE, SAGITTAL, SAGITTAL, CORONAL]
 TURNS = of_frames("PlaneOrientationSequence", "ImageOrientationPatient", TURNED.__getitem__)
 SPACINGS = of_frames("PixelMeasuresSequence", "PixelSpacing", lambda index: [0.75, 0.51 if index == 3 else 0.5])
@@ -196,13 +194,9 @@ OF_SERIES = [
     (
         6,
         lambda index: {"FrameOfReferenceUID": f"{SERIES}.{7 + (index == 3)}"},
-        rf"s001.dcm has the .*UID '{SERIES}.7', but s003.dcm .*'{SERIES}.8'.* give all .* the same one if",
+        rf"s001.dcm has the .*UID '{SERIES}.7', but s003.dcm .*'{SERIES}.8'.* set the same for all if",
     ),
-    (
-        6,
-        lambda index: {"Units": ["BQML", "CNTS"][index == 3]},
-        "s001.dcm has the Units 'BQML', but s003.dcm has 'CNTS'",
-    ),
+    (6, lambda index: {"Units": ["BQML", "CNTS"][index == 3]}, "s001.dcm has the Units 'BQML', but s003.dcm has 'CN"),
     (1, lambda _: {}, "is a single slice without SpacingBetweenSlices and SliceThickness"),
 ]
 OF_GEOMETRY = [

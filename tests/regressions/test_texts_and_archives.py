@@ -28,7 +28,7 @@ from volseg.exchange.archive import is_archive, read_archive, write_archive
         ("training.deterministic=on", "training.deterministic: needed: true or false, got 'on'"),
         ("augmentation.mirror.axes=[yes, no, yes]", "augmentation.mirror.axes: needed: true or false"),
         ("network.res_block=off", "network: res_block is the text 'off'; write .* true or false"),
-        ("network.filters=[1_000, 8]", "network: filters is the text '1_000'; write a number as .* 1000"),
+        ("network.filters=[1_000, 8]", "network: filters is the text '1_000'; write numbers as .* 1000"),
         ("training.epochs=" + "[" * 10_000, "nested too deeply"),
         ("preprocessing.\u00b2.name=x", "must be an index below"),
         ("preprocessing." + "9" * 5000 + ".name=x", "must be an index below"),

@@ -117,7 +117,7 @@ def test_intensities_of_some_channels_only(step):
     image = run(case_of(voxels), {**step, "channels": [0, 2]})["image"].as_tensor()
     assert torch.equal(image[1], voxels[1])
     assert torch.equal(image[[0, 2]], run(case_of(voxels[[0, 2]]), step)["image"].as_tensor())
-    with pytest.raises(DataError, match=r"image has 3 channel\(s\), but no channel 3; channels are numbered from 0"):
+    with pytest.raises(DataError, match=r"image has 3 channel\(s\), but no channel 3 \(numbers start at 0\)"):
         run(case_of(voxels), {**step, "channels": [3]})
 
 

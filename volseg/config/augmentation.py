@@ -67,8 +67,7 @@ class ElasticConfig(_Ranged):
         if self.displacement_voxels[1] > _NO_FOLDING * self.spacing_voxels:
             raise ValueError(
                 f"displacement_voxels up to {self.displacement_voxels[1]:g} folds the anatomy if control points are "
-                f"{self.spacing_voxels:g} voxels apart; set at most {_NO_FOLDING * self.spacing_voxels:g} "
-                f"({_NO_FOLDING} of that distance)"
+                f"{self.spacing_voxels:g} voxels apart; set at most {_NO_FOLDING * self.spacing_voxels:g}"
             )
         return self
 

@@ -109,9 +109,7 @@ class ComponentConfig(_Fields):
                 raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
             for item in list_values(value):
                 if isinstance(item, str) and MISTAKEN.fullmatch(item):
-                    raise ValueError(
-                        f"{name} is the text {item!r}; write a number as 0.003 or 1000, a truth value as true or false"
-                    )
+                    raise ValueError(f"{name} is the text {item!r}; write numbers as 0.003 or 1000, or true or false")
         return self
 
     def spec(self) -> dict[str, Any]:

@@ -60,9 +60,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"config {path} cannot be read: {fault.strerror}; {_name_configs(Path(path))}") from fault
     if not isinstance(values, dict):
         came = "nothing" if values is None else f"a {type(values).__name__}"
-        raise ConfigError(
-            f"config {path} must contain `key: value` lines, got {came}; volseg configure FOLDER writes a config"
-        )
+        raise ConfigError(f"config {path} needs `key: value` lines, got {came}; volseg configure FOLDER writes one")
     if values and not {*values} & {*ExperimentConfig.model_fields}.difference({"name", "training"}):
         raise ConfigError(
             f"{path} is not a volseg config: it has the keys {', '.join(sorted(map(str, values))[:6])}; name a config, "

@@ -94,9 +94,7 @@ class Source:
         try:
             return read_record(cls, content)
         except ValueError as fault:
-            raise DataError(
-                f"{file} should contain the source of each component ({fault}); restore the file"
-            ) from fault
+            raise DataError(f"{file} should name each component's source ({fault}); restore the file") from fault
 
 
 class Registry(Mapping[str, Callable[..., Any]]):

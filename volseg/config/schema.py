@@ -153,9 +153,7 @@ class ExperimentConfig(ConfigModel):
                 "training.deterministic: true promises the same bits each time; set kernels to auto, fast or torch"
             )
         if self.training.patience is not None and self.training.validate_every is None:
-            raise ValueError(
-                "training.patience counts validations, but training.validate_every is null; leave out one of them"
-            )
+            raise ValueError("training.patience needs validations, but training.validate_every is null; leave out one")
         return self
 
     @model_validator(mode="after")

@@ -147,7 +147,7 @@ def _ask(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) ->
         reason = getattr(fault, "reason", fault)
         if isinstance(reason, ssl.SSLCertVerificationError):
             raise DataError(
-                f"{url}: the server's certificate is not trusted: {reason.verify_message}; name a mirror with --url"
+                f"{url}: untrusted certificate: {reason.verify_message}; name a mirror with --url"
             ) from fault
         raise _Passing(str(reason) or type(reason).__name__) from fault
 
@@ -160,9 +160,7 @@ def _read_lengths(url: str, response: Any) -> tuple[int, int]:
             return int(match[1]), int(match[2])
     elif re.fullmatch(r"\d{1,18}", length):
         return 0, int(length)
-    raise DataError(
-        f"{url} cannot be fetched: the server does not send the length of the file; name a mirror with --url"
-    )
+    raise DataError(f"{url} cannot be fetched: the server does not send the file's length; name a mirror with --url")
 
 
 def _receive(response: Any, part: BinaryIO, path: Path, done: int, total: int, show: ShowBytes) -> None:

@@ -160,9 +160,7 @@ def _write(opened: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> No
     path = PurePosixPath(member.name)
     content = opened.extractfile(member) if member.isfile() else None
     if content is None or path.is_absolute() or ".." in path.parts:
-        raise DataError(
-            f"the archive contains {member.name!r}, which is not a plain file inside it; it is not unpacked"
-        )
+        raise DataError(f"the archive contains {member.name!r}, which is not a plain file inside it")
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     with content, (folder / path).open("xb") as file:
         shutil.copyfileobj(content, file, 1 << 20)

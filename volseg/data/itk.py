@@ -196,9 +196,7 @@ def _read_meta(path: Path) -> _Claim:
         raise damaged(path, "its header has no ElementDataFile")
     _require_shape(fields, "NDims", "DimSize", path)
     if (kind := fields.get("ElementType", "").upper()) in ("MET_LONG", "MET_ULONG"):  # ITK reads 4 bytes each
-        raise ReaderError(
-            f"{path} has the ElementType {kind}, which may mean 4 or 8 bytes; convert its voxels to MET_INT"
-        )
+        raise ReaderError(f"{path} has the ElementType {kind}, which may mean 4 or 8 bytes; convert it to MET_INT")
     _read_number(fields, "ElementNumberOfChannels", path, r"[1-9]\d{0,5}", default="1")
     header_size = _read_number(fields, "HeaderSize", path)
     packed_bytes = _read_number(fields, "CompressedDataSize", path, r"\d{1,15}")

@@ -77,9 +77,7 @@ class Read:
             paths = case[field] if isinstance(case[field], tuple | list) else [case[field]]
             if not all(isinstance(path, str | Path) for path in paths):
                 found = type(case[field]).__name__
-                raise ReaderError(
-                    f"case {name}: {field} should be a path, or a tuple with a path per channel, got a {found}"
-                )
+                raise ReaderError(f"case {name}: {field} should be a path, or a path per channel, got a {found}")
             try:
                 is_label = field == "label"
                 read[field] = (
@@ -138,8 +136,7 @@ def read_label(files: Files, image: MetaTensor | Files | None = None, task: Task
     path = label.path
     if image is None or task is None:
         raise ReaderError(
-            f"{path} is a {label}, which can be read only with its image and the names of labels; name the data set "
-            "that has both"
+            f"{path} is a {label}, which needs its image and the names of labels; name the data set that has both"
         )
     volume = image if isinstance(image, MetaTensor) else read_volume(image)
     uid = read_image_text(Path(volume.meta["filename_or_obj"]))

@@ -125,9 +125,7 @@ def _clear(root: Path) -> None:
     except (DataError, AttributeError):
         ours = False
     if not ours:
-        raise DataError(
-            f"{root} is not empty, and not a synthetic task that volseg wrote; name a new or an empty folder"
-        )
+        raise DataError(f"{root} is not empty, and volseg did not write it; name a new or an empty folder")
     for folder in FOLDERS:
         for path in (root / folder).glob("synthetic_*.nii.gz"):
             path.unlink()

@@ -93,15 +93,12 @@ def require_packing(file: BinaryIO, path: Path, packing: Packing | None = None) 
             f"{path} is a Git LFS pointer, a text in place of the image; fetch the image with `git lfs pull`"
         )
     if packing == "plain" and begin.startswith(GZIP):
-        raise ReaderError(
-            f"{path} is compressed with gzip, but its name does not end with .gz; rename it to {path.name}.gz"
-        )
+        raise ReaderError(f"{path} is compressed with gzip, but not called .gz; rename it to {path.name}.gz")
     if begin.startswith(GZIP) and len(begin) > GZIP_FLAGS and begin[GZIP_FLAGS] & RESERVED_FLAGS:
         raise damaged(path, "its gzip header has reserved flags")
     if packing == "gzip" and begin.startswith(NIFTI):
         raise ReaderError(
-            f"{path} is not compressed with gzip, although its name ends with .gz; rename it to "
-            f"{path.name.removesuffix(path.suffix)}"
+            f"{path} is called .gz, but not compressed with gzip; rename it to {path.name.removesuffix(path.suffix)}"
         )
 
 

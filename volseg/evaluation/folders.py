@@ -100,9 +100,7 @@ def pair_files(predictions: str | Path, labels: str | Path) -> Pairs:
     files = {case: predictions / row.prediction for case, row in listed.items() if row.prediction}
     matched = {case: (path, true[case]) for case, path in files.items() if path.is_file()}
     if not matched:
-        raise DataError(
-            f"{labels} names no prediction in {predictions}; its column 'prediction' must contain file names"
-        )
+        raise DataError(f"{labels} names no prediction in {predictions}; its column 'prediction' needs file names")
     surplus = tuple(sorted(set(predicted.values()) - set(files.values())))
     return Pairs(matched=matched, missing=tuple(sorted(true.keys() - matched)), surplus=surplus, labelled=labelled)
 
@@ -173,9 +171,7 @@ def _read_record(record: Path) -> Mapping[str, Any]:
     try:
         made_by = parse_json(line)
     except ValueError as fault:
-        raise DataError(
-            f"the first line of {record} does not describe predictions ({fault}); remove that file"
-        ) from fault
+        raise DataError(f"{record} does not begin with a description of predictions ({fault}); remove it") from fault
     return made_by if isinstance(made_by, dict) else {}
 
 
@@ -296,9 +292,7 @@ def evaluate_folders(
     task = declared or _find_values(pairs)
     scoring = choose_scoring(task.structures, task.name, distances=distances, tolerance=tolerance, lesions=lesions)
     if needs_tolerance and not scoring.tolerances:
-        raise ConfigError(
-            "NSD needs a tolerance, the largest distance at which two surfaces agree; set it with --tolerance MM"
-        )
+        raise ConfigError("NSD needs a tolerance (the distance up to which surfaces agree); set --tolerance MM")
     score = partial(_score, pairs=pairs, task=task, labelled=_find_labelled(pairs, task), scoring=scoring)
     outcomes = dict(zip(pairs.matched, map_in_threads(score, pairs.matched), strict=True))
     scored = [outcome for outcome in outcomes.values() if isinstance(outcome, EvaluatedCase)]

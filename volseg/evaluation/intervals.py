@@ -71,9 +71,7 @@ def mean_intervals(scores: ArrayLike) -> tuple[list[MeanInterval], MeanInterval]
     """
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 2 or 0 in values.shape:
-        raise DataError(
-            f"intervals need scores (cases, labels) with at least one case and one label, got shape {values.shape}"
-        )
+        raise DataError(f"intervals need scores (cases, labels), at least one of each, got shape {values.shape}")
     resampled = _resample_means(values)
     per_case = _nan_mean(values, axis=1)
     labels = [

@@ -178,12 +178,9 @@ def _index_values(label_map: LabelMap, name: str, known: list[int]) -> Places:
         table.take(whole + 1, mode="clip", out=found)
     if (values := np.unique(voxels[places == strange]).astype(np.int64)).size:
         if values[0] < 0 or values[-1] > OF_UINT16:
-            raise DataError(
-                f"{name} has values from {voxels.min():.0f} to {voxels.max():.0f}: it is an image, not a label map"
-            )
+            raise DataError(f"{name} has values {voxels.min():.0f} to {voxels.max():.0f}: an image, not a label map")
         raise DataError(
-            f"{name} has the label values {values[:5].tolist()}, but only {known} are declared; correct the "
-            "dataset.json"
+            f"{name} has the label values {values[:5].tolist()}, but declared are {known}; correct the dataset.json"
         )
     return places
 

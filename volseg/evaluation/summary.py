@@ -89,9 +89,7 @@ def summarise(per_case: Sequence[EvaluatedCase]) -> Summary:
     labels = list(per_case[0].metrics)
     for case in per_case:
         if list(case.metrics) != labels:
-            raise DataError(
-                f"{case.prediction_file} has the labels {list(case.metrics)}, but the first case has {labels}"
-            )
+            raise DataError(f"{case.prediction_file} has labels {list(case.metrics)}, but the first case {labels}")
     mean = {label: _average(case.metrics[label] for case in per_case) for label in labels}
     return {
         "foreground_mean": _average(mean[label] for label in labels if label != 0),
@@ -197,9 +195,7 @@ def read_structure(key: str) -> Structure:
             return int(key)
         return tuple(int(value) for value in key.strip("()").split(",") if value.strip())
     except ValueError:
-        raise DataError(
-            f"the keys of a summary must be label values, or those of a region such as '(1, 2)', got {key!r}"
-        ) from None
+        raise DataError(f"a summary's keys must be label values or regions such as '(1, 2)', got {key!r}") from None
 
 
 def read_summary(path: str | os.PathLike[str]) -> Summary:

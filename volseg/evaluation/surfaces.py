@@ -120,8 +120,7 @@ def measure_surfaces(
     shapes = {mask.shape for mask in (prediction, reference, *(() if ignored is None else (ignored,)))}
     if len(shapes) > 1 or prediction.ndim != 3 or len(spacing) != 3 or not all(0 < side < math.inf for side in spacing):
         raise DataError(
-            f"surfaces need masks (D, H, W) of one shape and three voxel sides in mm, got {sorted(shapes)} and "
-            f"{spacing}"
+            f"surfaces need masks (D, H, W) of one shape and three sides in mm, got {sorted(shapes)} and {spacing}"
         )
     unknown = None if ignored is None else _encode_neighbourhoods(ignored) != 0
     areas = create_table_neighbour_code_to_surface_area([float(side) for side in spacing])[0].double().numpy()

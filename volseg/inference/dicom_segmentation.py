@@ -285,9 +285,7 @@ def _part(planes: np.ndarray, task: Task) -> np.ndarray:
     """Return the segment number of each voxel, or one bit per segment if regions overlap."""
     known = np.array(task.class_values)
     if strange := sorted(set(np.unique(planes).tolist()) - set(task.class_values)):
-        raise DataError(
-            f"the label map has the values {strange[:5]}, but the values of {task.name} are {known.tolist()}"
-        )
+        raise DataError(f"the label map has values {strange[:5]}, but those of {task.name} are {known.tolist()}")
     if not task.regions:
         return np.searchsorted(known, planes).astype(np.uint8)  # the background is 0; 254 labels at most
     return np.stack([np.isin(planes, values) for values in task.regions.values()], axis=-1).astype(np.uint8)

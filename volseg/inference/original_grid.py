@@ -60,10 +60,7 @@ class LabelRule:
     ) -> "LabelRule":
         """Return the rule; values are the classes' indices by default."""
         if values is None and num_classes > MOST_LABELS:
-            raise GridError(
-                f"a uint8 label map can contain {MOST_LABELS} labels, but the model has {num_classes} classes; pass "
-                "values"
-            )
+            raise GridError(f"more than {MOST_LABELS} classes need values, got {num_classes} without them")
         return cls(tuple(range(num_classes) if values is None else values), regions, of_logits)
 
     def make_probabilities(self, blended: Tensor) -> Tensor:
@@ -129,9 +126,7 @@ class Decision:
 
     def __init__(self, image: MetaTensor, rule: LabelRule, *, also: Collection[str] = ()) -> None:
         if unknown := set(also) - {"entropy", "probabilities"}:
-            raise ConfigError(
-                f"a prediction can have entropy and probabilities in addition to labels, got {sorted(unknown)}"
-            )
+            raise ConfigError(f"a prediction can also have entropy and probabilities, but not {sorted(unknown)}")
         padding = image.meta.get("padding", ((0, 0),) * 3)
         self.start = [int(before) for before, _ in padding]
         inner = [side - sum(margins) for side, margins in zip(image.shape[1:], padding, strict=True)]

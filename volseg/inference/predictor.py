@@ -55,8 +55,7 @@ class Predictor:
     overlap : float
         Fraction of a window that its neighbour shares, in [0, 1).
     mirror : bool or sequence of int
-        Whether to average over all mirrorings, or along which axes (0, 1, 2 are D, H, W; True means all three, 8
-        passes).
+        Whether to average over all 8 mirrorings, or the axes to mirror (0, 1, 2 are D, H, W).
     windows_per_step : int, optional
         Windows per pass through the model. None: as many as keep a GPU busy and fit its memory; one on a CPU, or while
         the model is being trained.
@@ -123,10 +122,8 @@ class Predictor:
         if not {0, 1, 2}.issuperset(self.mirror_axes):
             raise ConfigError(f"mirror must be True, False or a list of the axes 0, 1, 2, got {self.mirror}")
         if self.skip_background and (self.window is None or not self.window_step.link):
-            which = "whole volumes" if self.window is None else "a network with averaged logits, as in nnU-Net"
-            raise ConfigError(
-                f"skip_background needs a sliding window of probabilities, got {which}; set skip_background to false"
-            )
+            which = "whole volumes" if self.window is None else "averaged logits, as in nnU-Net"
+            raise ConfigError(f"skip_background needs windows of probabilities, got {which}; set it to false")
 
     @property
     def models(self) -> tuple[Model, ...]:

@@ -156,9 +156,7 @@ class Streamer:
                 windows, skipped = windows + slab.num_windows, skipped + slab.num_skipped
                 yield slab
         if self.predictor.skip_background:
-            logger.info(
-                "%d of %d windows have only one value and count as background (skip_background)", skipped, windows
-            )
+            logger.info("%d of %d windows have one value and count as background (skip_background)", skipped, windows)
 
     def _plan(self, image: Tensor, budget: int) -> BlendPlan:
         assert self.window is not None

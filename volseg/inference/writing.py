@@ -113,8 +113,7 @@ def _to_integers(voxels: Tensor, path: Path) -> np.ndarray:
     whole = not voxels.is_floating_point() or torch.equal(voxels, voxels.round())
     if not (whole and low >= 0 and high <= LARGEST_VALUE):
         raise DataError(
-            f"{path} needs whole numbers in [0, {LARGEST_VALUE}] as labels, got {voxels.dtype} values from {low} to "
-            f"{high}"
+            f"{path} needs whole labels in [0, {LARGEST_VALUE}], got {voxels.dtype} values from {low} to {high}"
         )
     return _order(voxels.numpy(), np.uint8 if high <= 255 else np.uint16 if high < 2**16 else np.int32)
 

@@ -152,8 +152,7 @@ def probe_grid_rule(net: nn.Module) -> GridRule:
     if base is None:
         raise GridError(
             f"{type(net).__name__} returns no output on its input's grid for any cube of {sorted(_BASES)} voxels "
-            f"({answer.last_fault}); return logits on that grid, or pass the divisors of its sides: FitGrid(net, "
-            "divisors=(16, 16, 16))"
+            f"({answer.last_fault}); return logits on it, or pass its divisors: FitGrid(net, divisors=(16, 16, 16))"
         )
 
     def along(axis: int, side: int) -> bool:
@@ -166,10 +165,7 @@ def probe_grid_rule(net: nn.Module) -> GridRule:
         # The module accepts the base, so the divisor of all accepted sides divides the base.
         step = next((d for d in range(1, base + 1) if base % d == 0 and along(axis, base + d)), None)
         if step is None:
-            raise GridError(
-                f"{type(net).__name__} accepts {base} voxels along dim {axis + 2}, but no similar number; pass the "
-                "divisors of its sides: FitGrid(net, divisors=(16, 16, 16))"
-            )
+            raise GridError(f"{type(net).__name__} accepts {base} voxels along dim {axis + 2}, but no similar number")
         divisors.append(step)
         minimum.append(next(side for side in count(step, step) if along(axis, side)))
     d, h, w = minimum

@@ -64,8 +64,7 @@ class DynUNet(nets.DynUNet):
         if not (self.training and self.deep_supervision):
             return logits
         outputs = [logits, *self.heads]
-        # The list belongs to the module: a head that stays in it would keep this step's graph alive until the next
-        # step.
+        # The list belongs to the module: a head that stays in it keeps this step's graph alive until the next step.
         self.heads[:] = [None] * len(self.heads)
         return outputs
 
@@ -123,9 +122,7 @@ def build_network(
     name = spec["name"]
     for parameter in _DATA:
         if not NETWORKS.accepts(name, parameter):
-            raise ConfigError(
-                f"network {name} must accept {' and '.join(_DATA)}, which follow from the data, as keywords"
-            )
+            raise ConfigError(f"network {name} must accept {' and '.join(_DATA)} (set from the data) as keywords")
     if NETWORKS.accepts(name, "spatial_dims"):
         fixed["spatial_dims"] = 3
     # A custom network may create any number of tensors and drop them.

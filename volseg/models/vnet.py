@@ -90,9 +90,7 @@ class VNet(nets.VNet):
         self.strides = _read_levels("strides", VNET_MONAI.strides if strides is None else strides)
         self.kernels = _read_levels("kernel_size", VNET_MONAI.kernels if kernel_size is None else kernel_size)
         if self.strides[0] != (1, 1, 1):
-            raise ConfigError(
-                f"VNet's first level has the image's grid, so its stride must be 1, got {self.strides[0]}"
-            )
+            raise ConfigError(f"VNet's first level has the image's grid: its stride must be 1, got {self.strides[0]}")
         if even := [kernel for kernel in self.kernels if not all(side % 2 for side in kernel)]:
             raise ConfigError(f"VNet needs a kernel_size that is odd along each axis, got {even[0]}")
         reshape_levels(self, self.strides, self.kernels)

@@ -20,9 +20,7 @@ def _choose_channels(volume: Tensor, channels: Sequence[int] | None, field: str)
     """Return the channels to normalise; None means all."""
     chosen = list(range(len(volume)) if channels is None else channels)
     if absent := [channel for channel in chosen if not 0 <= channel < len(volume)]:
-        raise DataError(
-            f"{field} has {len(volume)} channel(s), but no channel {absent[0]}; channels are numbered from 0"
-        )
+        raise DataError(f"{field} has {len(volume)} channel(s), but no channel {absent[0]} (numbers start at 0)")
     return chosen
 
 

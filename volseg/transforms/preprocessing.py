@@ -54,9 +54,7 @@ def build_preprocessing(
         raise ConfigError(f"preprocessing needs fields with an image first, got {list(fields)}")
     names = [component.get("name") for component in components]
     if "Pad" in names and (late := GEOMETRIC.intersection(names[names.index("Pad") + 1 :])):
-        raise ConfigError(
-            f"Pad must follow {sorted(late)}: predictions are cropped by the padding before other steps are inverted"
-        )
+        raise ConfigError(f"Pad must follow {sorted(late)}: padding is removed before they are inverted")
     if PREVIOUS_STAGE in names[:-1]:
         raise ConfigError(f"{PREVIOUS_STAGE} must be the last step, since no other step may change its channels")
     steps = [_build_step(component, tuple(fields)) for component in components]
@@ -289,10 +287,7 @@ class Foreground:
         found = image != 0 if self.above is None else image > self.above
         if not found.any():
             rule = "is not 0" if self.above is None else f"exceeds {self.above}"
-            raise GridError(
-                f"CropForeground found no voxel that {rule}, so nothing of the image would be left; leave out the case "
-                "or the step"
-            )
+            raise GridError(f"CropForeground found no voxel that {rule}: the image would be empty; leave it out")
         return found
 
 

@@ -222,9 +222,7 @@ class _Elements:
             raise ReaderError(f"{self} has the PixelSpacing {list(spacing)} mm; needed: two positive numbers")
         slope = self.scale("RescaleSlope", 1.0)
         if slope == 0:
-            raise ReaderError(
-                f"{self} has a RescaleSlope of 0, so all its voxels would have one value; correct the header"
-            )
+            raise ReaderError(f"{self} has a RescaleSlope of 0, so all voxels would be equal; correct it")
         return Frame(
             file=self.header.path,
             index=self.index,

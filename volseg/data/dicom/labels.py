@@ -161,8 +161,7 @@ class DicomLabel:
         if not any(_simplify(name) in numbers for name, _ in order):
             raise ReaderError(
                 f"{path} is a {self}, called {list_some(list(self.names.values()))}, but {task.name} declares "
-                f"{list_some([name for name, _ in order])}; give the labels in its dataset.json the names of the "
-                "segments"
+                f"{list_some([name for name, _ in order])}; use the segments' names as labels in its dataset.json"
             )
         read_voxels = self._read_segment if self.dataset.Modality == "SEG" else self._read_contours
         for name, value in order:
@@ -233,10 +232,7 @@ class DicomLabel:
     def _place_contour(self, numbers: np.ndarray, grid: Grid) -> tuple[int, int, np.ndarray]:
         """Return the axis across a contour, its plane along this axis, and its points ``(N, 2)`` there (voxels)."""
         if len(numbers) % 3 or len(numbers) < 9:
-            raise ReaderError(
-                f"{self.path} has a contour of {len(numbers)} numbers; needed: at least three points of three numbers; "
-                "export it again"
-            )
+            raise ReaderError(f"{self.path} has a contour that is not three or more points (x, y, z); export it again")
         positions = lps_to_ras(np.concatenate([numbers.reshape(-1, 3).T, np.ones((1, len(numbers) // 3))]))
         points = np.linalg.solve(grid.affine.numpy(), positions)[:3].T
         planes = points.mean(axis=0).round()
@@ -245,9 +241,8 @@ class DicomLabel:
         plane, apart = int(planes[axis]), float(away[axis])
         if apart > MISPLACED_VOXELS or not 0 <= plane < grid.shape[axis]:
             raise ReaderError(
-                f"{self.path} has a contour at {numbers[:3].tolist()} mm, {apart:.2g} voxels from plane {plane} of the "
-                f"{grid.shape[axis]} planes of its image (allowed: at most {MISPLACED_VOXELS:g}); name the structure "
-                "set of this series"
+                f"{self.path} has a contour at {numbers[:3].tolist()} mm, {apart:.2g} voxels from plane {plane} of "
+                f"{grid.shape[axis]} of its image (at most {MISPLACED_VOXELS:g}); name the structure set of this series"
             )
         return axis, plane, np.delete(points, axis, axis=1).round(DECIMALS)
 

@@ -140,9 +140,8 @@ def _require_alike(frames: Sequence[Frame]) -> None:
         if len(firsts) > 1 and not is_new_each:
             (one, by_one), (other, by_other) = sorted(firsts.items())[:2]
             raise ReaderError(
-                f"{folder}: {by_one} has the {name} {one!r}, but {by_other} has {other!r}; a volume needs a single "
-                "one. Put the slices of each into their own folder, or give all slices the same one if they are of one "
-                "scan"
+                f"{folder}: {by_one} has the {name} {one!r}, but {by_other} has {other!r}; a volume needs one. Put the "
+                "slices of each into their own folder, or set the same for all if they are of one scan"
             )
 
 
@@ -218,8 +217,7 @@ def _read_plain(header: Header, stored: Stored) -> np.ndarray:
     needed = stored.voxels * size
     held = 0 if pixels.is_encapsulated else pixels.end - pixels.begin
     require_held(needed, held, header.path)
-    # Padding is shorter than a row or column, or is a row or column of zeros: other values are a row that the header
-    # omits.
+    # Padding is shorter than a row or column, or is one of zeros: other values are a row that the header omits.
     shortest, longest = sorted((stored.rows * size, stored.columns * size))
     padding = held - needed
     with header.path.open("rb") as file:
@@ -229,8 +227,7 @@ def _read_plain(header: Header, stored: Stored) -> np.ndarray:
     if padding >= max(2, shortest) and (padding > longest or any(content[needed:])):
         raise DamagedFileError(
             f"{header.path} has {held} bytes of pixels, but {stored.frames} frame(s) of {stored.rows} rows of "
-            f"{stored.columns} voxels of {stored.allocated} bits need {needed}; the header is damaged: fetch the file "
-            "again"
+            f"{stored.columns} voxels of {stored.allocated} bits need {needed}; the header is damaged, fetch it again"
         )
     read = np.frombuffer(content, f"<u{size}", stored.voxels)
     return read.reshape(stored.frames, stored.rows, stored.columns)

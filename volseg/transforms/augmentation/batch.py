@@ -73,8 +73,7 @@ class BatchAugmentation:
             raise ConfigError(f"patch_size needs three positive sides (D, H, W), got {tuple(patch_size)}")
         if config.label_interpolation == "linear" and num_classes is None:
             raise ConfigError(
-                "augmentation.label_interpolation is 'linear', which needs num_classes; pass num_classes, or choose "
-                "'nearest'"
+                "augmentation.label_interpolation is 'linear', which needs num_classes; pass it, or choose 'nearest'"
             )
         self.config = config
         self.num_masks = num_masks
