@@ -51,7 +51,7 @@ def test_what_cannot_be_compared_is_refused(prediction, error, message):
 def test_other_labels_are_refused():
     with pytest.raises(GridError, match="one channel, got 2"):
         evaluate_case(torch.ones(2, 2, 2, 2), torch.ones(2, 2, 2, 2), LABELS)
-    with pytest.raises(DataError, match="the label has no affine"):
+    with pytest.raises(DataError, match=r"need an affine .*, but the label has none"):
         evaluate_case(np.ones((2, 2, 2)), np.ones((2, 2, 2)), LABELS, scoring=Scoring())
 
 

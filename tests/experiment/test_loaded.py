@@ -195,7 +195,7 @@ def shear(affine):
         (lambda v: (v, np.eye(4)), "given as MetaTensor has a place of its own: give no affine"),
         (lambda v: (v.numpy(), np.eye(3)), r"should be 4 x 4 .* got the shape \(3, 3\)"),
         (lambda v: (v.numpy(), np.diag([0, 0, 0, 1])), "does not place voxels in three dimensions"),
-        (lambda v: (torch.zeros(4, 4), torch.eye(4)), "needs three axes"),
+        (lambda v: (torch.zeros(4, 4), torch.eye(4)), "must have three axes"),
         (lambda v: (torch.zeros(1, 8, 8, 8), torch.eye(4)), "is constant"),
         (lambda v: (torch.full((1, 8, 8, 8), torch.nan), torch.eye(4)), "the image in memory .*NaN"),
         (lambda v: (torch.cat([v, v]).as_tensor(), np.eye(4)), r"has 2 channel\(s\).*, but the task declares 1"),

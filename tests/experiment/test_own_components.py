@@ -253,7 +253,7 @@ def test_verify_and_the_list_take_the_file_too(own):
     [
         ("network.outputs=[logits]", "must return logits .* got"),
         ("network.outputs=[logits, a, b]", r"returned 2 result\(s\), but 3 are named"),
-        ("network.outputs=[logit, boundary]", "logits among them"),
+        ("network.outputs=[logit, boundary]", "including logits, got"),
         ("network.outputs=[logits, label]", "cannot be called label"),
         ("losses=[{name: EdgeLoss, inputs: [edges, label]}]", "a loss needs the field 'edges'"),
         ("losses=[{name: DiceCELoss, weight: [1, 2]}]", "loss DiceCELoss cannot be computed of"),
@@ -336,7 +336,11 @@ def test_a_file_that_cannot_be_run_says_where_and_registers_nothing(tmp_path, co
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("transform", lambda case: {**case, "image": case["image"].as_tensor()}, "whose image is a MetaTensor"),
+        (
+            "transform",
+            lambda case: {**case, "image": case["image"].as_tensor()},
+            "must return a case with a MetaTensor .* in image",
+        ),
         ("transform", lambda case: {**case, "label": case["label"][:, 1:]}, "after Wrong the label has the shape"),
         ("transform", lambda case: None, "Wrong must return a case with a MetaTensor .* in image, got a"),
         ("transform", lambda case: {**case, "image": case["image"][0]}, r"got a MetaTensor \(\d+, \d+, \d+\)"),

@@ -44,7 +44,7 @@ def test_strips_are_said_in_words(caplog):
     predictor = Predictor(model=classes(5), num_classes=5, window=(8, 8, 8), memory=20_000)
     with caplog.at_level(logging.WARNING, logger=streaming.__name__):
         labels = predictor(case_of(14, 14, 24))
-    assert "a layer of windows of 5 classes" in caplog.text
+    assert "a layer of windows with 5 classes" in caplog.text
     assert "14 x 14 x 24 voxels" in caplog.text
     assert "windows on their borders are computed twice" in caplog.text
     caplog.clear()

@@ -250,7 +250,7 @@ def test_a_number_that_means_nothing_is_refused(name: str, strange: int) -> None
     targets = TARGETS[name]
     label = make_label(targets)
     label[0, 0, 0, 0, 0] = strange
-    with pytest.raises(DataError, match=r"got others in 1 voxel\(s\)"):
+    with pytest.raises(DataError, match=r"but has others in 1 voxel\(s\)"):
         known_dice_cross_entropy(make_logits(targets), label, targets, Terms())
 
 

@@ -140,5 +140,5 @@ def test_wrong_strides_and_kernels_are_refused(parameters, message):
 
 
 def test_an_image_is_no_volume():
-    with torch.device("meta"), pytest.raises(ConfigError, match=r"volumes only, .*=2; for images use monai"):
+    with torch.device("meta"), pytest.raises(ConfigError, match=r"only volumes .*=2; for 2D images use monai"):
         VNet(spatial_dims=2)

@@ -128,9 +128,9 @@ OF_FRAMES = [
     (PLACES, {"frames": lambda _: NO_PLACE}, r"\(frame 1\) needs 3 .* \(0020,0032\)"),
     (PLACES, {"frames": lambda _: NO_PLACE, "ImagePositionPatient": [0, 0, 0]}, r"\(frame 1\) needs 3 numbers"),
     (PLACES, {"frames": lambda i: NO_PLACE if i == 4 else {}}, r"\(frame 5\) needs 3 numbers"),
-    (PLACES, {"PerFrameFunctionalGroupsSequence": None}, "holds 6 frames, and its PerFrame.* has 0 items"),
+    (PLACES, {"PerFrameFunctionalGroupsSequence": None}, "has 6 frames, but its PerFrame.* has 0 items"),
     (PLACES, {"NumberOfFrames": 5}, "has 5 frames, but its PerFrame.* has 6 items"),
-    (PLACES, {"NumberOfFrames": None}, "holds 1 frames, and its PerFrame.* has 6 items"),
+    (PLACES, {"NumberOfFrames": None}, "has 1 frames, but its PerFrame.* has 6 items"),
     (PLACES, {"SharedFunctionalGroupsSequence": None}, r"needs 6 numbers in DICOM tag \(0020,0037\)"),
     (
         PLACES,

@@ -209,5 +209,5 @@ def test_a_missing_image_and_an_error_of_a_transform_name_the_case(case):
     with pytest.raises(DataError, match="case knee_7: Pad failed: "):
         run(case, {"name": "Pad", "size": ["a", "b", "c"]})
     del case["image"]
-    with pytest.raises(DataError, match="needs the field 'image', the case has"):
+    with pytest.raises(DataError, match="needs the field 'image', but the case has"):
         run(case)

@@ -147,7 +147,7 @@ def _ask(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) ->
         reason = getattr(fault, "reason", fault)
         if isinstance(reason, ssl.SSLCertVerificationError):
             raise DataError(
-                f"{url}: untrusted certificate: {reason.verify_message}; name a mirror with --url"
+                f"{url}: certificate not trusted: {reason.verify_message}; name a mirror with --url"
             ) from fault
         raise _Passing(str(reason) or type(reason).__name__) from fault
 

@@ -311,7 +311,7 @@ def group_equal_sizes(
 def explain_not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.dtype | None) -> str:
     """Return the likely cause of a non-finite prediction, and the remedy."""
     if not image.isfinite().all():
-        remedy = "the preprocessed image is not finite, either: check the file"
+        remedy = "the preprocessed image is not finite either: check the file"
     elif autocast is torch.float16:
         remedy = "float16 may overflow: predict in bfloat16 or float32"
     else:
