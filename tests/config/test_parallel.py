@@ -79,7 +79,7 @@ def test_fewer_processes_compute_the_same_in_one_order(parallel, processes, spre
         ({"data": 2}, 1, False, "start as many with volseg train or torchrun"),
         ({"data": 3}, 2, True, "1, 1/2, 1/4 ... of the replicas"),
         ({"spatial": 2}, 16, False, "8 replicas .* cannot share patch.batch: 4"),
-        ({"data": 2, "strategy": "auto"}, 2, False, "auto chooses for a model of one process"),
+        ({"data": 2, "strategy": "auto"}, 2, False, "auto distributes a single replica, but there are 2"),
         ({"strategy": "pipeline"}, 2, False, r"needs the number of devices per process; set parallel\.pipeline"),
         ({"devices": 2}, 2, False, r"parallel\.devices must be 1 or left out"),
         ({"devices": ("cpu", "cpu")}, 2, False, r"parallel\.devices must be 1 or left out"),

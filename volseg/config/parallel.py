@@ -169,8 +169,8 @@ def plan_mesh(parallel: ParallelConfig, num_processes: int, *, batch_size: int, 
     data, spatial, is_open = _fill(parallel, num_processes, batch_size)
     if data > 1 and parallel.model_strategy == "auto":
         raise ConfigError(
-            "parallel.strategy: auto chooses for a model of one process, but parallel.data has several; leave out "
-            "strategy, or set parallel.spatial or parallel.pipeline"
+            f"parallel.strategy: auto distributes a single replica, but there are {data}; leave out strategy, or set "
+            "parallel.spatial or parallel.pipeline"
         )
     if parallel.model_strategy == "pipeline" and num_processes > 1 and parallel.pipeline is None:
         raise ConfigError(
