@@ -235,7 +235,7 @@ def test_nothing_and_mixed_labels_are_refused():
         summarise([])
     one = EvaluatedCase(metrics={1: {"Dice": 1.0}})
     other = EvaluatedCase(metrics={2: {"Dice": 1.0}}, prediction_file="b.nii.gz")
-    with pytest.raises(DataError, match=r"b.nii.gz has labels \[2\], the first case has \[1\]"):
+    with pytest.raises(DataError, match=r"b.nii.gz has labels \[2\], but the first case \[1\]"):
         summarise([one, other])
 
 
