@@ -123,7 +123,7 @@ OF_FRAMES = [
     (
         PLACES,
         {"shared": {"PlaneOrientationSequence": None}, "frames": TURNS},
-        r"a.dcm \(frame 4\) has the ImageOrientationPatient .*, a.dcm \(frame 1\) has .* parallel slices",
+        r"a.dcm \(frame 4\) has the ImageOrientationPatient .*, but a.dcm \(frame 1\) has .* parallel slices",
     ),
     (PLACES, {"frames": lambda _: NO_PLACE}, r"\(frame 1\) needs 3 .* \(0020,0032\)"),
     (PLACES, {"frames": lambda _: NO_PLACE, "ImagePositionPatient": [0, 0, 0]}, r"\(frame 1\) needs 3 numbers"),
@@ -135,7 +135,7 @@ OF_FRAMES = [
     (
         PLACES,
         {"shared": {"PixelMeasuresSequence": None}, "frames": SPACINGS},
-        r"a.dcm \(frame 4\) has the PixelSpacing \[0.75, 0.51\], a.dcm \(frame 1\) has \[0.75, 0.5\]",
+        r"a.dcm \(frame 4\) has the PixelSpacing \[0.75, 0.51\], but a.dcm \(frame 1\) has \[0.75, 0.5\]",
     ),
     (PLACES, {"SegmentationType": "BINARY"}, "is a BINARY DICOM segmentation; convert it"),
     (PLACES, {"SegmentationType": "FRACTIONAL"}, "is a FRACTIONAL DICOM segmentation"),
@@ -143,10 +143,10 @@ OF_FRAMES = [
 OF_ONE_SLICE = [
     (
         {"ImageOrientationPatient": [1, 1.745e-3, 0, -1.745e-3, 1, 0]},
-        "has the ImageOrientationPatient .*, s001.dcm has",
+        "has the ImageOrientationPatient .*, but s001.dcm has",
     ),
-    ({"PixelSpacing": [0.75, 0.6]}, r"has the PixelSpacing \[0.75, 0.6\], s001"),
-    ({"stored": draw_stored(1, (3, 5))}, r"has the size \[5, 3\], s001\.dcm has \[5, 4\]; a volume needs"),
+    ({"PixelSpacing": [0.75, 0.6]}, r"has the PixelSpacing \[0.75, 0.6\], but s001"),
+    ({"stored": draw_stored(1, (3, 5))}, r"has the size \[5, 3\], but s001\.dcm has \[5, 4\]; a volume needs"),
     ({"BitsStored": 9, "HighBit": 8}, r"values of 9 bits \(BitsStored\), but uses more of the 16"),
     ({"HighBit": 14}, "stores 16 of 16 bits per voxel, up to bit 14"),
     ({"BitsStored": 17, "HighBit": 16}, "stores 17 of 16 bits per voxel"),
