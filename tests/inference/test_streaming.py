@@ -36,7 +36,7 @@ def test_what_is_held_of_a_ct_does_not_grow_with_its_length(depth, budget, strip
     plan = plan_blend((512, 512, depth), (128, 128, 128), 0.5, CLASSES, budget * GIB)
     assert (plan.axis, plan.strips) == (2, strips)
     assert plan.held_bytes(CLASSES) < min(15, budget) * GIB
-    with pytest.raises(OutOfMemoryError, match=r"x 512 x \d+ voxels .* 128 x 128 x 128 .* for 117 classes, and 9"):
+    with pytest.raises(OutOfMemoryError, match=r"x 512 x \d+ voxels .* 128 x 128 x 128 .* for 117 classes, but 9"):
         plan_blend((512, 512, depth), (128, 128, 128), 0.5, CLASSES, 9)
 
 
