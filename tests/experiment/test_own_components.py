@@ -263,7 +263,7 @@ def test_verify_and_the_list_take_the_file_too(own):
         ("augmentation.own=[{name: Brighten, sd: 1}]", "augmentation Brighten has no parameter 'sd'"),
         ("schedule={name: halves, time: 3}", "schedule halves has no parameter 'time'; did you mean 'times'"),
         ("network={name: Wide}", "network Wide cannot be run on an image of .*not four"),
-        ("network={name: Bare}", "network Bare must take in_channels and out_channels"),
+        ("network={name: Bare}", "network Bare must accept in_channels and out_channels"),
         ("network={name: Lacking}", "network Lacking needs a package.*pip install surely_absent"),
         ("losses=[{name: Vector}]", "must give one number"),
         ("losses=[{name: Single}]", r"must give one number, got \(1,\)"),
