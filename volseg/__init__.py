@@ -81,7 +81,7 @@ _PACKAGES = ("experiment", "parallel")
 """Subpackages available after ``import volseg``: volseg.experiment.configure; volseg.parallel.verify."""
 
 
-if not TYPE_CHECKING:  # otherwise a type checker accepts any name as an attribute of the package
+if not TYPE_CHECKING:  # else a type checker would accept any name as an attribute of the package
 
     def __getattr__(name):
         if name in _PACKAGES:

@@ -6,7 +6,7 @@ import sys
 
 def main() -> None:
     """Run the command line in this process; install signal handlers before importing anything else."""
-    from volseg.signals import end_on_signals  # after the working folder was removed from the path
+    from volseg.signals import end_on_signals  # after the working folder has been removed from the path
 
     end_on_signals()
     from volseg.cli import run_to_end  # slow import: signals may arrive during it

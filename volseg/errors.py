@@ -1,4 +1,4 @@
-"""Every exception that volseg raises on purpose.
+"""Define every exception that volseg raises on purpose.
 
 ::
 
@@ -8,17 +8,17 @@
     │   └── ReaderError                     a file that cannot be read as an image
     │       ├── DamagedFileError            a file that ends early, or whose bytes do not fit its header or checksum
     │       └── LargeVolumeError            a volume that needs more memory than is free
-    ├── GridError (ValueError)              a volume whose sides a network or transform cannot take
+    ├── GridError (ValueError)              a volume with sides that a network or transform does not support
     ├── BatchFieldError (KeyError)          a field that a named module needs and the batch lacks, or the reverse
     ├── CheckpointError (RuntimeError)      a checkpoint that is absent, damaged or of another run
     ├── NonFiniteLossError (ArithmeticError) training diverged
-    ├── NonFinitePredictionError (ArithmeticError) a model gave probabilities that are not numbers
+    ├── NonFinitePredictionError (ArithmeticError) a model returned probabilities that are not finite
     ├── FollowError (RuntimeError)          a step that cannot be followed without a GPU
-    ├── OutOfMemoryError (MemoryError)      a batch or a volume that the device cannot hold
+    ├── OutOfMemoryError (MemoryError)      a batch or a volume that does not fit into the device's memory
     └── ParallelError (RuntimeError)        devices, processes or shards that do not fit together
         ├── NotRecordedError                a step that cannot be recorded as a CUDA graph
         ├── UnsupportedOperatorError (NotImplementedError)  a torch function without a sharded form
-        ├── PartitionError (ValueError)     a module that cannot be cut as asked
+        ├── PartitionError (ValueError)     a module that cannot be cut as requested
         └── PlacementError                  an illegal move of a placed module
 
 Each error is also the builtin in brackets, so callers need not import this module to catch it.
@@ -55,7 +55,7 @@ class LargeVolumeError(ReaderError):
 
 
 class GridError(VolsegError, ValueError):
-    """A volume whose sides a network or transform cannot take."""
+    """A volume with sides that a network or transform does not support."""
 
 
 class BatchFieldError(VolsegError, KeyError):
@@ -71,7 +71,7 @@ class NonFiniteLossError(VolsegError, ArithmeticError):
 
 
 class NonFinitePredictionError(VolsegError, ArithmeticError):
-    """A model gave probabilities that are not finite numbers."""
+    """A model returned probabilities that are not finite numbers."""
 
 
 class FollowError(VolsegError, RuntimeError):
@@ -79,7 +79,7 @@ class FollowError(VolsegError, RuntimeError):
 
 
 class OutOfMemoryError(VolsegError, MemoryError):
-    """A batch or a volume that the device cannot hold."""
+    """A batch or a volume that does not fit into the device's memory."""
 
 
 class ParallelError(VolsegError, RuntimeError):

@@ -1,6 +1,6 @@
-"""Types of a case and of a batch of patches.
+"""Define the types of a case and of a batch of patches.
 
-Aliases instead of TypedDicts: configs add fields, and code looks fields up by variable names.
+They are aliases, not TypedDicts: configs add fields, and code looks up fields by variable names.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Replace files atomically, so that a reader finds the old or the new one; read bounded text; check names."""
+"""Replace files atomically, so that a reader finds either the old or the new one; read bounded text; check names."""
 
 import codecs
 import errno
@@ -15,13 +15,13 @@ from typing import Any
 from volseg.errors import ConfigError, VolsegError
 
 PARTIAL = re.compile(r"\..+\.[0-9a-f]{7}\.partial")
-"""Names of files that are being written, or were when their process was killed."""
+"""Names of files that are being written, or were being written when their process was killed."""
 
 PARTIAL_SECONDS = 24 * 3600.0
 """Time after which an unchanged partial file belongs to a killed process."""
 
 NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Surrogates that correspond to no byte of a file name. JSON and YAML can contain them as escapes."""
+"""Surrogates that do not correspond to a byte of a file name. JSON and YAML can contain them as escapes."""
 
 
 def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
@@ -30,12 +30,12 @@ def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
     Raises
     ------
     OSError
-        If the file cannot be read, or holds more than ``most`` bytes: a device may be endless.
+        If the file cannot be read, or contains more than ``most`` bytes: a device may be endless.
     """
     with open(path, "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EFBIG, f"it holds more than {most} bytes", os.fspath(path))
+        raise OSError(errno.EFBIG, f"it contains more than {most} bytes", os.fspath(path))
     return content
 
 
@@ -45,10 +45,10 @@ def decode_text(content: bytes) -> str:
     Raises
     ------
     ValueError
-        The content is not UTF-8. The message completes "FILE is ...".
+        If the content is not UTF-8. The message completes "FILE is ...".
     """
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ValueError("text in UTF-16, as PowerShell writes it, and not in UTF-8")
+        raise ValueError("text in UTF-16, as PowerShell writes it, not in UTF-8")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as fault:
@@ -63,7 +63,7 @@ def replacing(
     flush: bool = True,
     make_folder: bool = True,
 ) -> Iterator[Path]:
-    """Yield a temporary file beside ``path``; it replaces ``path`` when the block succeeds.
+    """Yield a temporary file next to ``path``; it replaces ``path`` when the block succeeds.
 
     If the block fails (a full disk, an interrupt), ``path`` is unchanged and the temporary file is removed.
 
@@ -74,9 +74,9 @@ def replacing(
     previous : path, optional
         Name, in the same folder, for the former content of ``path``. At least one of the two always exists.
     flush : bool
-        Wait until the bytes are on disk. Otherwise a power cut may keep the new name and lose the bytes.
+        Wait until the bytes are on disk. Without it, a power cut may keep the new name but lose the bytes.
     make_folder : bool
-        Create a missing folder. Otherwise `FileNotFoundError` reports the missing folder.
+        Create a missing folder. Without it, `FileNotFoundError` reports the missing folder.
 
     Examples
     --------
@@ -124,21 +124,21 @@ def require_writable(folder: str | os.PathLike[str]) -> Path:
     'first'
     """
     if not isinstance(folder, str | os.PathLike):
-        raise ConfigError(f"an output folder is a path, such as 'runs/first', got {folder!r}")
+        raise ConfigError(f"an output folder must be a path, such as 'runs/first', got {folder!r}")
     require_text(folder, "a folder to write to")
     path = Path(folder)
     above = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        what = "may not be written to" if above.is_dir() else "is not a folder"
-        raise ConfigError(f"{path} cannot be written to, as {above} {what}; choose another folder")
+        what = "is not writable" if above.is_dir() else "is not a folder"
+        raise ConfigError(f"{path} cannot be written to, because {above} {what}; choose another folder")
     return path
 
 
 def require_text(content: object, what: str, error: type[VolsegError] = ConfigError) -> None:
     r"""Raise unless a path, or every text in lists and mappings, can be written as UTF-8.
 
-    File names are bytes. Python decodes bytes that are not UTF-8 to surrogates, which no config, report or table
-    can hold. Call this function where names enter: at the command line, for data sets, for folders to predict and to
+    File names are bytes. Python decodes bytes that are not UTF-8 to surrogates, which a config, report or table cannot
+    contain. Call this function where names enter: at the command line, for data sets, for folders to predict and to
     evaluate, and before a file is written.
 
     Parameters
@@ -183,11 +183,11 @@ def _require_utf8(text: str, what: str, error: type[VolsegError]) -> None:
 def remove_partials(folder: Path, pattern: str = ".*.partial", latest: float = math.inf) -> None:
     """Remove the temporary files of killed processes from ``folder``.
 
-    If other processes may write there, ``latest``, a time of modification, must be `PARTIAL_SECONDS` ago or earlier.
+    If other processes may write there, ``latest``, a time of modification, must be at least `PARTIAL_SECONDS` ago.
     """
     for file in folder.glob(pattern):
         with suppress(FileNotFoundError):
-            # An export to this folder writes a folder.
+            # An export to this folder writes a partial folder.
             if PARTIAL.fullmatch(file.name) and not file.is_dir() and file.stat().st_mtime <= latest:
                 file.unlink()
 
@@ -199,10 +199,10 @@ def digest_file(path: Path) -> str:
 
 
 def name_partial(path: Path) -> Path:
-    """Return a new temporary path beside ``path``, for `replacing`; its name is always 17 bytes longer."""
-    # Same folder, hence same file system: only there is the replacement atomic. The suffix excludes the file from
-    # globs. The digits are random: two threads may write the same file, and so may processes of two containers, which
-    # have the same ids.
+    """Return a new temporary path next to ``path``, for `replacing`; its name is always 17 bytes longer."""
+    # The same folder is on the same file system: only there is the replacement atomic. The suffix excludes the file
+    # from globs. The digits are random, since two threads may write the same file, and so may processes of two
+    # containers, which may have the same ids.
     return path.with_name(f".{path.name}.{os.urandom(4).hex()[:7]}.partial")
 
 
@@ -219,7 +219,7 @@ def _rename_too(path: Path, previous: Path) -> None:
 
 
 def _flush_names(folder: Path) -> None:
-    """Flush the folder's entries to disk, where the file system allows it."""
+    """Flush the folder's entries to disk, if the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -247,9 +247,9 @@ def choose_user_cache() -> str | None:
 
 
 def choose_cache_folder(wanted: str) -> Path | None:
-    """Return the folder that ``data.cache`` means, or None for no cache.
+    """Return the folder for a value of ``data.cache``, or None for no cache.
 
-    ``auto`` is ``$VOLSEG_CACHE``, else that of `choose_user_cache`.
+    ``auto`` means ``$VOLSEG_CACHE``, else the folder of `choose_user_cache`.
     """
     if wanted == "auto":
         wanted = os.environ.get(CACHE_VARIABLE) or choose_user_cache() or "none"
@@ -257,7 +257,7 @@ def choose_cache_folder(wanted: str) -> Path | None:
 
 
 def replace_nan(value: Any) -> Any:
-    """Return plain values for JSON, which knows no NaN and no infinity: they become null."""
+    """Return plain values for JSON, in which NaN and infinity, which JSON lacks, become null."""
     if isinstance(value, Mapping):
         return {key: replace_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -9,7 +9,7 @@ UNITS = {"HD95": "mm", "HD": "mm", "ASSD": "mm", "volume_diff_ml": "ml"}
 
 
 def format_value(value: float, metric: str) -> str:
-    """Return a score with as many digits as are read of it.
+    """Return a score with as many digits as are useful.
 
     Examples
     --------
@@ -39,19 +39,19 @@ def format_duration(seconds: float) -> str:
 
 
 def format_moment(moment: float) -> str:
-    """Return a moment (seconds since 1970) in UTC, as a page is read elsewhere than it was written."""
+    """Return a moment (seconds since 1970) as text in UTC, since a page may be read in another time zone."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(moment))
 
 
 def align_columns(rows: Iterable[Sequence[str]], gap: str = "  ") -> list[str]:
-    """Return each row as a line; the cells of a column begin below each other."""
+    """Return each row as a line, with the cells of a column aligned at their beginning."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [gap.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def format_table(rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table whose columns are as wide as they need to be; the first row is the header.
+    """Return a Markdown table with columns as wide as necessary; the first row is the header.
 
     Examples
     --------
@@ -66,7 +66,7 @@ def format_table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def list_duplicates(names: Iterable[str]) -> list[str]:
-    """Return the names that occur more than once, in the order of their first place.
+    """Return the names that occur more than once, in the order of their first occurrence.
 
     >>> list_duplicates(["b", "a", "c", "a", "b"])
     ['b', 'a']

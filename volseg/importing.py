@@ -1,4 +1,4 @@
-"""Import modules at the first use of their names, and give the process what their imports need."""
+"""Import modules at the first use of their names, and prepare the process for these imports."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def name_user() -> None:
-    """Give a user without an account (``docker run --user``) a name: importing MONAI fails without one."""
+    """Set the name of a user without an account (``docker run --user``): importing MONAI fails without one."""
     try:
         os.environ.get("USER") or os.environ.get("LOGNAME") or pwd.getpwuid(os.getuid())
     except KeyError:

@@ -34,7 +34,7 @@ class Launch:
     """Rendezvous address; None if the launcher gave none."""
     port: int | None
     has_store: bool = False
-    """Whether the launcher keeps the store at that address; otherwise rank 0 does."""
+    """Whether the launcher runs the store at that address; else rank 0 does."""
     run: str = ""
     """Name that the launcher gives to the job."""
     restarts: int = 0
@@ -44,7 +44,7 @@ class Launch:
 def read_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     """Return the launch that the environment describes; None for a process without a launcher.
 
-    SLURM's variables count only inside a step of several tasks (``srun volseg train``), not in the shell of a batch
+    SLURM's variables are used only inside a step of several tasks (``srun volseg train``), not in the shell of a batch
     script, which has some of them. torchrun's variables take precedence: torchrun may run inside a SLURM step.
 
     Parameters

@@ -1,8 +1,7 @@
-"""Lifetime of a launched process: it ends with its launcher, and before the interpreter's teardown.
+"""End a launched process together with its launcher, and before the interpreter's teardown.
 
-A process may also restart in place (`begin_anew`): its parent sees the same process, and no state remains.
-
-The module needs no torch, so that a process binds itself to its launcher before it imports torch, which takes seconds.
+A process may also restart in place (`begin_anew`): its parent sees the same process, and no state remains. This module
+does not need torch, so that a process binds itself to its launcher before it imports torch, which takes seconds.
 """
 
 import atexit
@@ -22,15 +21,15 @@ from volseg.signals import ENDING
 from volseg.streams import show
 
 UNWRITTEN = 120
-"""Exit status of Python where what was printed last could not be written, on a full disk say."""
+"""Exit status of Python if its last output could not be written, for example to a full disk."""
 
 PR_SET_PDEATHSIG = 1
 """Constant of Linux's ``prctl``."""
 
-ENDED_SILENTLY = "the usual cause is a lack of memory (see the system's log), or the owner of the machine ended it"
+ENDED_SILENTLY = "the usual cause is a lack of memory (see the system's log); someone may also have killed it"
 
 SECONDS_BETWEEN_LOOKS = 1.0
-"""Interval at which a process checks that its parent still exists."""
+"""Interval at which a process checks whether its parent still exists."""
 
 _before_last_words: list[Callable[[], object]] = []
 
@@ -38,11 +37,11 @@ _shape: Callable[[str], str] | None = None
 
 
 def end_with_launcher() -> None:
-    """Have this process receive SIGTERM when its launcher ends for any reason.
+    """Make this process receive SIGTERM when its launcher ends for any reason.
 
     A killed launcher cannot signal its processes. Linux signals the end of the *thread* that started a process:
     volseg's own thread waits for the processes that it started. Another program may start processes from a thread that
-    ends earlier; then this process checks its parent once a second.
+    ends earlier; this process then checks its parent once a second.
     """
     parent, launcher = os.getppid(), os.environ.get(OWN_LAUNCHER)
     if launcher == str(parent):
@@ -61,20 +60,21 @@ def _end_without(parent: int) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the system send SIGTERM to this process when its ``parent`` ends; at once if the parent has ended.
+    """Make the system send SIGTERM to this process when its ``parent`` ends, or at once if the parent has ended.
 
-    For parents that start processes from a thread that lives as long as they do: see ``end_with_launcher``.
+    This requires that the parent starts processes from a thread that lives as long as the parent: see
+    ``end_with_launcher``.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # before the call of prctl
+    if os.getppid() != parent:  # the parent ended before the call of prctl
         end_now(128 + signal.SIGTERM)
 
 
 def bind_copy(parent: int) -> None:
     """End this fork with its ``parent``, and restore the default signal handlers.
 
-    Copies must not inherit the parent's handling of Ctrl-C and SIGHUP, as the parent ends its copies. A copy that took
-    a signal for an error of its work continued to wait for more, and the parent waited for the copy.
+    Copies must not inherit the parent's handling of Ctrl-C and SIGHUP, since the parent ends its copies. A copy that
+    treated a signal as an error of its work continued to wait for more, and the parent waited for the copy.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in set(ENDING) - {signal.SIGTERM}:
@@ -115,13 +115,13 @@ def call_before_last_words(close: Callable[[], object]) -> None:
 
 
 def shape_last_words(shape: Callable[[str], str] | None) -> None:
-    """Have `say_last` write ``shape(message)``, for programs that parse the output; None restores the message."""
+    """Make `say_last` write ``shape(message)``, for programs that parse the output; None restores the plain message."""
     global _shape
     _shape = shape
 
 
 def say_last(message: str) -> None:
-    """Write the reason for this process's end to standard error, on lines of its own, if possible."""
+    """Write the reason why this process ends to standard error, on separate lines, if possible."""
     for close in _before_last_words:
         close()
     with suppress(OSError, ValueError):  # a full disk, a broken pipe, or a closed stream
@@ -131,8 +131,8 @@ def say_last(message: str) -> None:
 def end_now(status: int) -> NoReturn:
     """Flush the output and end this process without the interpreter's teardown.
 
-    During the teardown, C++ threads that call Python (gloo's, torch's) abort the process, which replaces any exit
-    status by -6.
+    During the teardown, C++ threads that call Python (gloo's, torch's) abort the process, which changes any exit status
+    to -6.
     """
     _write_out()
     os._exit(status)
@@ -141,13 +141,13 @@ def end_now(status: int) -> NoReturn:
 def begin_anew(variables: Mapping[str, str]) -> NoReturn:
     """Restart the command line of this process in place, with additional environment variables.
 
-    The parent sees the same process. All threads end, whatever they wait for, and memory is freed, on a GPU too. Files
-    that libraries keep open would stay open, and with them the GPU driver's allocations for this process: all but the
-    three standard streams are closed. Any thread may call this function.
+    The parent sees the same process. All threads end, even while waiting, and memory is freed, also on a GPU. Files
+    that libraries keep open would stay open, and with them the GPU driver's allocations for this process, so all files
+    except the three standard streams are closed. Any thread may call this function.
     """
     _write_out()
     os.environ.update(variables)
-    with suppress(OSError):  # too many files are open: none is left for the listing
+    with suppress(OSError):  # too many open files to open the listing
         for descriptor in [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2]:
             with suppress(OSError):  # the descriptor of the listing itself
                 os.set_inheritable(descriptor, False)
@@ -155,7 +155,7 @@ def begin_anew(variables: Mapping[str, str]) -> NoReturn:
 
 
 def _write_out() -> bool:
-    """Flush the standard streams; return False if output was lost. A lost log does not count."""
+    """Flush the standard streams; return False if standard output was lost."""
     logging.shutdown()
     written = True
     for stream in filter(None, (sys.stderr, sys.stdout)):  # None if the process was started without the stream
@@ -171,20 +171,20 @@ def _write_out() -> bool:
 def is_exit_others() -> bool:
     """Return whether an exit handler was registered before volseg's, for example a profiler's.
 
-    Handlers run in reverse order. An earlier handler would run after `end_at_exit`'s, so not at all.
+    Handlers run in reverse order. A handler registered earlier would run after `end_at_exit`'s, that is, never.
     """
-    return atexit._ncallbacks() > 1  # logging's handler, which `end_now` runs
+    return atexit._ncallbacks() > 1  # one is logging's, which `end_now` runs
 
 
 def end_at_exit() -> "Ending":
-    """End this process by `end_now` after Python has joined its threads and run the other exit handlers.
+    """End this process with `end_now` after Python has joined its threads and run the other exit handlers.
 
-    Call it early, as handlers run in reverse order.
+    Call it early, since handlers run in reverse order.
 
     Returns
     -------
     Ending
-        Receives the exit status; without a status Python ends as usual.
+        Object to set the exit status on; without a status, Python ends as usual.
     """
     ending = Ending()
     atexit.register(ending)
@@ -192,7 +192,7 @@ def end_at_exit() -> "Ending":
 
 
 class Ending:
-    """Exit status of the process, set before the exit."""
+    """Exit handler with the exit status of the process, which is set before the exit."""
 
     status: int | None = None
 

@@ -9,7 +9,7 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def total_bytes() -> int:
-    """Return the main memory of the machine, or of the container or job if less."""
+    """Return the main memory of the machine, or of the container or job if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, _ = read_limits()
     return total if limit is None else min(total, limit)
@@ -28,9 +28,9 @@ def read_limits(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> tuple[int 
     Parameters
     ----------
     cgroups, own
-        Folder of the cgroups (version 2), and file with this process's.
+        Folder of the cgroups (version 2), and file with this process's cgroup.
     """
-    # A process that cannot tell its cgroup may still be limited at the top, as containers are.
+    # A process that cannot determine its cgroup may still be limited at the top, like a container.
     path = next((line[3:] for line in read_text(own).splitlines() if line.startswith("0::")), "")
     memory, cores = [], []
     # In a container the cgroup's path is often the host's, and its own files are at the top.

@@ -1,9 +1,9 @@
-"""Handlers of SIGINT, SIGTERM and SIGHUP, installed by a command's first statement.
+"""Handle SIGINT, SIGTERM and SIGHUP; a command's first statement installs the handlers.
 
 - While modules are imported and no work has begun, a signal ends the process at once, with one line: `end_on_signals`.
 - While a command works, a signal raises, so that half-written files and locks are removed: `unwinding_on_signals`. It
   never raises during an import: C code swallows exceptions there (numpy's does), modules stay half imported, and their
-  locks stay held. There too the process ends at once, and what it has half written stays, as after SIGKILL.
+  locks stay held. There, too, the process ends at once, and half-written files remain, as after SIGKILL.
 - A training records signals and stops between two batches: `volseg.workflow.checks`.
 
 A handler imports nothing and takes no lock. This module is imported before any slow import.
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals of Ctrl-C, of a cluster that ends a job, and of a closed terminal."""
+"""Signals from Ctrl-C, from a cluster that ends a job, and from a closed terminal."""
 
 INTERRUPTED = tuple(128 + number for number in ENDING)
-"""Exit statuses."""
+"""Exit statuses after these signals."""
 
 ONE_EVENT_SECONDS = 2.0
 """Signals closer than this count as one: a launcher forwards signals that the system also sends to its processes."""
@@ -37,22 +37,22 @@ RESUME_HINTS = {
     "train": "a training that had begun is saved; continue it with --resume",
     "cross-validate": "a training that had begun is saved; continue it with --resume",
     "search": "finished trials are saved; run the same command again to continue",
-    "quickstart": "start again with another --output; a training that had begun is saved: continue it by the command "
+    "quickstart": "start again with another --output; a training that had begun is saved: continue it with the command "
     "in the first line",
     "predict": "every written label map is complete; continue with --resume",
 }
-"""Hint on how to continue after an interruption, by command; other commands are run again."""
+"""Hints on how to continue after an interruption, by command; other commands must be run again."""
 
 
 def end_on_signals() -> None:
-    """Let signals end this process at once, with one line. Ignored signals stay ignored. For the main thread."""
+    """Make signals end this process at once, with one line, except ignored ones. Call it in the main thread."""
     for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _end)
 
 
 def use_default_handlers() -> None:
-    """Let the system handle SIGTERM and SIGHUP: a process that waits in C++ for others runs no Python handler."""
+    """Let the system handle SIGTERM and SIGHUP: a process that waits for others in C++ cannot run Python handlers."""
     for number in _list_handled(set(ENDING) - {signal.SIGINT}):
         signal.signal(number, signal.SIG_DFL)
 
@@ -79,7 +79,7 @@ def _end(number: int, frame: FrameType | None = None) -> "NoReturn":
 
 
 def describe_resume() -> str:
-    """Return how to continue what the command line asked for."""
+    """Return how to continue the command of this command line."""
     verb = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
     return RESUME_HINTS.get(verb, "run the same command again")
 
@@ -93,19 +93,19 @@ def raise_as_signal(number: int) -> "NoReturn":
 
 @contextmanager
 def unwinding_on_signals(*numbers: signal.Signals) -> Iterator[None]:
-    """Let signals raise in the main thread while a verb works; restore their handlers afterwards.
+    """Make signals raise in the main thread while a command works; restore their handlers afterwards.
 
     Parameters
     ----------
     *numbers
-        `ENDING` by default. Ignored signals stay ignored.
+        Signals; `ENDING` by default. Ignored signals stay ignored.
     """
     before = {number: signal.signal(number, _unwind) for number in _list_handled(numbers or ENDING)}
     try:
         yield
     finally:
         for number, former in before.items():
-            if former is not None:  # otherwise C installed it, and Python cannot restore it
+            if former is not None:  # else C installed it, and Python cannot restore it
                 signal.signal(number, former)
 
 
@@ -114,7 +114,7 @@ def deferring_signals() -> Iterator[None]:
     """Defer signals until the block ends: a launcher ends the other processes of a job when one has failed."""
     heard: list[int] = []
     handlers = ((number, signal.getsignal(number)) for number in _list_handled(ENDING))
-    before = {number: former for number, former in handlers if former is not None}  # otherwise C installed it
+    before = {number: former for number, former in handlers if former is not None}  # None if C installed it
     for number in before:
         signal.signal(number, lambda number, _: heard.append(number))
     try:
@@ -127,7 +127,7 @@ def deferring_signals() -> Iterator[None]:
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
-    """Raise where the exception undoes work; end the process at once during imports, and before work begins."""
+    """Raise if work has begun, so that it is undone; end the process at once during imports and before work begins."""
     if not _has_work_to_undo(frame):
         _end(number)
     raise_as_signal(number)

@@ -1,6 +1,6 @@
-r"""The standard streams of a command: printable text only, and no failure of the work if a stream breaks.
+r"""Restrict the standard streams to printable text, and let work continue if a stream breaks.
 
-Names of labels, cases and files come from outside. Control characters in them could move the cursor, hide lines or set
+Names of labels, cases and files are external input. Control characters in them could move the cursor, hide lines or set
 the title of a terminal. They are printed as escapes such as ``\u001b``, which JSON reads as the same character.
 """
 
@@ -19,7 +19,7 @@ UNPRINTABLE = re.compile(
 
 
 def make_printable(text: str) -> str:
-    r"""Return a text whose control characters are written as escapes.
+    r"""Return a text with its control characters written as escapes.
 
     Examples
     --------
@@ -35,9 +35,9 @@ def show(words: object, *, err: bool = False) -> None:
     Parameters
     ----------
     words
-        Printed as text.
+        Object to print as text.
     err
-        Print to the standard error.
+        Print to standard error.
     """
     stream = sys.stderr if err else sys.stdout
     if stream is None:  # the process was started without one
@@ -51,14 +51,14 @@ def show(words: object, *, err: bool = False) -> None:
 def guard_streams() -> None:
     """Let this process continue if the reader of its output is gone, or the disk of its log is full.
 
-    The exit status then depends on the work only. A full disk under the standard output stays an error: the command was
+    The exit status then depends only on the work. A full disk under standard output is still an error: the command was
     run for that output.
     """
     for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):
             continue
-        stream.reconfigure(errors="backslashreplace")  # names may hold characters that the encoding lacks
+        stream.reconfigure(errors="backslashreplace")  # names may contain characters that the encoding lacks
         if stream is not getattr(sys, f"__{name}__"):
             continue  # replaced by a library or a test
         is_buffered = isinstance(stream.buffer, io.BufferedIOBase)  # not with python -u

@@ -126,10 +126,10 @@ SETTINGS = [
     ("patch.bach=2", "patch.bach: unknown key; did you mean 'batch'?"),
     ("augmentation.rotation.degres=3", "augmentation.rotation.degres: unknown key; did you mean 'degrees'?"),
     ("network={dropout: 1}", "network.name: Field required"),
-    ("network={namee: VNet}", "network.name: Field required; 'namee' is there, did you mean 'name'?"),
+    ("network={namee: VNet}", "network.name: Field required; found 'namee', did you mean 'name'?"),
     ("parallel.split_size=2", "split_size belongs to strategy: pipeline"),
-    ("name=../outside", "name: needed: letters, digits, '.', '_' and '-', the first"),
-    ("name.first=1", "'first' lies inside the plain value 'quickstart'"),
+    ("name=../outside", "name: needed: letters, digits, '.', '_' and '-', starting with"),
+    ("name.first=1", "'first' cannot be set in 'quickstart', which is not a section"),
     ("optimizer.lr=.nan", "optimizer: lr must be a finite number of 64 bits at most, got nan"),
     ("optimizer.lr=1e400", "optimizer: lr must be a finite number of 64 bits at most, got inf"),
     ("optimizer.betas=[0.9, .inf]", "optimizer: betas must be a finite number"),
@@ -146,11 +146,11 @@ SETTINGS = [
     ("preprocessing.5.name=ZScore", "'5' must be an index below 3"),
     ("trainin.epochs=2", "trainin: unknown key; did you mean 'training'?"),
     ("training.epoch=2", "training.epoch: unknown key; did you mean 'epochs'?"),
-    ("training.epochs", "--set takes key=value such as training.epochs=5, got 'training.epochs'"),
+    ("training.epochs", "--set needs key=value, such as training.epochs=5, got 'training.epochs'"),
     ("training.epochs=-1", "training.epochs: Input should be greater than or equal to 1, got -1"),
     ("training.epochs=two", "training.epochs: Input should be a valid integer, .*, got 'two'"),
     ("training.clip=0,5", "training.clip: Input should be a valid number, .*, got '0,5'"),
-    ("optimizer.lr=0,003", "optimizer: lr is a text; write a number as 0.003 .*, got '0,003'"),
+    ("optimizer.lr=0,003", "optimizer: lr is the text '0,003'; write numbers as 0.003"),
     ("training.record=maybe", "training.record: needed: true or false, got 'maybe'"),
     ("training.precision=float16", "Input should be 'auto', 'fp32', 'bf16' or 'fp16', got 'float16'"),
     ("device=cuda:1", "device: Input should be 'auto', 'cpu' or 'cuda', got 'cuda:1'"),
@@ -159,13 +159,13 @@ SETTINGS = [
     ("patch.size=[1,2,3,4]", "patch.size: A list should have at most 3 items .*, got [1, 2, 3, 4]"),
     ("patch.foreground=33", "patch.foreground: Input should be less than or equal to 1, got 33"),
     ("inference.overlap=50", "inference.overlap: Input should be less than 1, got 50"),
-    ("network=UNet", "network: needed: a section of `key: value` lines with keys of name, .*, got 'UNet'"),
-    ("data=Task04", "data: needed: a section of `key: value` lines with keys of cache, .*root, .*got 'Task04'"),
+    ("network=UNet", "network: needed: a section of `key: value` lines (known keys: name, .*), got 'UNet'"),
+    ("data=Task04", "data: needed: a section of `key: value` lines (known keys: cache, .*root, .*), got 'Task04'"),
     ("augmentation.rotate={}", "augmentation.rotate: unknown key; did you mean 'rotation'?"),
     ("augmentation.scaling.factor=[1.4, 0.7]", "factor must be (lowest, highest), got (1.4, 0.7)"),
     (
         "augmentation.elastic={spacing_voxels: 5, displacement_voxels: [0, 4]}",
-        "displacement_voxels of up to 4 folds the anatomy where control points are 5 voxels apart",
+        "displacement_voxels up to 4 folds the anatomy if control points are 5 voxels apart; set at most 2.015",
     ),
     ("preprocessing=ZScore", "preprocessing: needed: a list in brackets, such as .*[{name: NAME}], got 'ZScore'"),
     ("losses=[]", "losses: A list should have at least 1 item .*, got []"),
@@ -178,14 +178,14 @@ SETTINGS = [
 ]  # fmt: skip
 
 FILES = {
-    "empty": (b"", "must hold `key: value` lines, got nothing; volseg configure FOLDER writes one"),
-    "comment": (b"# later\n", "must hold `key: value` lines, got nothing"),
-    "list": (b"- a\n- b\n", "must hold `key: value` lines, got a list"),
-    "text": (b"just text\n", "must hold `key: value` lines, got a str"),
-    "tabs": (b"name: a\n\tdata: b\n", "is not valid YAML: .*line 2, column 1.*indent by spaces: YAML takes no tabs"),
+    "empty": (b"", "needs `key: value` lines, got nothing; volseg configure FOLDER writes one"),
+    "comment": (b"# later\n", "needs `key: value` lines, got nothing"),
+    "list": (b"- a\n- b\n", "needs `key: value` lines, got a list"),
+    "text": (b"just text\n", "needs `key: value` lines, got a str"),
+    "tabs": (b"name: a\n\tdata: b\n", "is not valid YAML: .*line 2, column 1.*indent with spaces: YAML does not"),
     "twice": (b"name: a\nname: b\n", "the key 'name' occurs twice; keep one"),
-    "image": (b"\x1f\x8b\x08\xff", "is not text in UTF-8 .*; name a YAML file, saved as UTF-8"),
-    "manifest": (b'{"name": "T", "labels": {"0": "a"}}', "is not a config .*: it has labels, name.*data set by its"),
+    "image": (b"\x1f\x8b\x08\xff", "is not text in UTF-8 .*; name a YAML file saved as UTF-8"),
+    "manifest": (b'{"name": "T", "labels": {"0": "a"}}', "is not a volseg .*: it has the keys labels, name; "),
 }  # fmt: skip
 
 
@@ -227,5 +227,5 @@ def test_a_folder_is_told_and_a_run_by_its_config(tmp_path):
     with pytest.raises(ConfigError, match="Is a directory; name a YAML file"):
         load_config(tmp_path)
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=f"it is the folder of a run, whose config is {tmp_path / 'config.yaml'}"):
+    with pytest.raises(ConfigError, match=f"it is a run folder; its config is {tmp_path / 'config.yaml'}"):
         load_config(tmp_path)

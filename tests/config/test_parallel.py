@@ -68,19 +68,19 @@ def test_fewer_processes_compute_the_same_in_one_order(parallel, processes, spre
     assert (made.data_processes, made.spatial_processes) == spread
     assert made.is_cut_in_process == (made.spatial > spread[1])
     if processes > 1:
-        with pytest.raises(ConfigError, match=r"fewer processes may compute that with training\.deterministic: true"):
+        with pytest.raises(ConfigError, match=r"with training\.deterministic: true, fewer processes may"):
             plan(processes, **parallel, **({} if "spatial" in parallel else {"spatial": 2}))
 
 
 @pytest.mark.parametrize(
     ("parallel", "processes", "fixed_order", "words"),
     [
-        ({"data": 2, "spatial": 2}, 3, False, "takes 4 processes, but there are 3; start as many"),
-        ({"data": 2}, 1, False, "volseg train does, or torchrun"),
-        ({"data": 3}, 2, True, "of the replicas 1, or a half, a quarter"),
+        ({"data": 2, "spatial": 2}, 3, False, "needs 4 processes, but there are 3; start as many"),
+        ({"data": 2}, 1, False, "start as many with volseg train or torchrun"),
+        ({"data": 3}, 2, True, "1, 1/2, 1/4 ... of the replicas"),
         ({"spatial": 2}, 16, False, "8 replicas .* cannot share patch.batch: 4"),
-        ({"data": 2, "strategy": "auto"}, 2, False, "auto chooses for a model of one process"),
-        ({"strategy": "pipeline"}, 2, False, r"set parallel\.pipeline to that number"),
+        ({"data": 2, "strategy": "auto"}, 2, False, "auto distributes a single replica, but there are 2"),
+        ({"strategy": "pipeline"}, 2, False, r"needs the number of devices per process; set parallel\.pipeline"),
         ({"devices": 2}, 2, False, r"parallel\.devices must be 1 or left out"),
         ({"devices": ("cpu", "cpu")}, 2, False, r"parallel\.devices must be 1 or left out"),
         ({"checkpoint": "all"}, 1, False, r"which does not run here; set parallel\.strategy: spatial"),
@@ -124,13 +124,13 @@ def config(**sections):
     )
 
 
-KERNELS = r"training\.kernels is {}, which parallel\.strategy: {} does not run; it takes {}"
+KERNELS = r"training\.kernels is {}, but parallel\.strategy: {} supports only {}"
 
 
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"parallel": {"data": 3}}, r"parallel\.data is 3 and patch\.batch 2"),
+        ({"parallel": {"data": 3}}, r"parallel\.data is 3, but patch\.batch is 2"),
         *(
             ({"parallel": {"strategy": way}, "training": {"kernels": kernels}}, KERNELS.format(kernels, way, takes))
             for kernels, way, takes in (
@@ -147,10 +147,10 @@ def test_a_batch_and_kernels_that_do_not_suit_the_devices_are_refused(sections, 
 
 
 def test_kernels_that_a_cut_does_not_run_are_refused_whoever_cuts():
-    with pytest.raises(ValueError, match=r"training\.kernels is torch, which parallel\.strategy: spatial does not run"):
+    with pytest.raises(ValueError, match=r"training\.kernels is torch, but parallel\.strategy: spatial supports"):
         config(parallel={"spatial": 2}, training={"kernels": "torch"})
     filled = config(training={"kernels": "torch"})
-    with pytest.raises(ConfigError, match=r"parallel\.spatial: 3, which the processes come to"):
+    with pytest.raises(ConfigError, match=r"parallel\.spatial: 3, as the processes require"):
         filled.with_mesh(filled.mesh(3))
     assert filled.with_mesh(filled.mesh(2)).parallel.data == 2
 
@@ -171,27 +171,27 @@ def test_volseg_train_starts_the_processes_of_the_mesh():
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "parallel", "asks"),
-    [(1, {}, "--gpus 1 asks"), (2, {}, "--gpus 2 asks"), (None, {"data": 2}, r"mesh \(data: 2, .*\) asks")],
+    ("num_gpus", "parallel", "source"),
+    [(1, {}, "--gpus 1"), (2, {}, "--gpus 2"), (None, {"data": 2}, r"mesh \(data: 2, .*\)")],
 )
-def test_without_gpus_nothing_is_tried_out_on_a_cpu_unless_told(num_gpus, parallel, asks):
-    with pytest.raises(ConfigError, match=f"{asks} for GPUs, but none is visible; .* by --set device=cpu"):
+def test_without_gpus_nothing_is_tried_out_on_a_cpu_unless_told(num_gpus, parallel, source):
+    with pytest.raises(ConfigError, match=f"{source} needs GPUs, but none is visible; .* by --set device=cpu"):
         count(num_gpus, 0, **parallel)
     assert count(None, 0) == 1
     assert count(None, 0, data=4, spatial=2, fixed_order=True) == 1  # which computes the same bits
 
 
 def test_too_few_gpus_are_refused_or_compute_the_same_bits():
-    with pytest.raises(ConfigError, match=r"--gpus 4 asks for more than the 2 GPU\(s\) that are visible"):
+    with pytest.raises(ConfigError, match=r"--gpus 4 needs 4 GPUs, but only 2 are visible; choose at most 2"):
         count(4, 2)
-    with pytest.raises(ConfigError, match=r"mesh \(data: 4, spatial: None, pipeline: None\) asks for more than the 2"):
+    with pytest.raises(ConfigError, match=r"mesh \(data: 4, spatial: None, .* 4 GPUs, but only 2 are .* --gpus 2"):
         count(None, 2, data=4)
     assert count(None, 2, data=4, fixed_order=True) == 2
     assert count(None, 3, data=4, fixed_order=True) == 2
     assert count(None, 1, data=3, spatial=2, fixed_order=True) == 1
     with pytest.raises(ConfigError, match=r"--gpus 3 is not a multiple of parallel\.pipeline: 2"):
         count(3, 4, pipeline=2)
-    with pytest.raises(ConfigError, match="takes 4 processes, but there are 2"):
+    with pytest.raises(ConfigError, match="needs 4 processes, but there are 2"):
         count(2, 4, data=4, spatial=1)
 
 

@@ -105,7 +105,7 @@ def test_what_follows_from_the_data_cannot_be_set(shapes):
 
 def test_a_name_is_given_once(shapes):
     shapes.register("Cube", dict)
-    with pytest.raises(ConfigError, match="a shape called 'Cube' exists already"):
+    with pytest.raises(ConfigError, match="a shape called 'Cube' already exists"):
         shapes.register("Cube", dict)
 
 
@@ -116,7 +116,7 @@ def test_a_component_that_was_registered_says_where_it_came_from_and_can_be_take
     assert shapes.registered == {"Cube"}
     shapes.forget("Cube")
     assert "Cube" not in shapes
-    with pytest.raises(ConfigError, match="is registered as a name and a class or function"):
+    with pytest.raises(ConfigError, match="needs a name and a class or function"):
         shapes.register("Cube", 3)
 
 

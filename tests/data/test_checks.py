@@ -97,10 +97,10 @@ def test_a_label_that_is_shifted_or_turned_about_its_corner(case, task, affine):
     shifted[1, 3] += 0.45
     turned[:3, 2] = [0.1, 0.0, 2.5]  # a shear: only the far end leaves its place
     for place, message in (
-        (shifted, "0.45 mm away from its image (at most 0.08 mm, 0.1 voxel)"),
+        (shifted, "0.45 mm away from its image (allowed: 0.08 mm, 0.1 voxel)"),
         (turned, "0.7 mm away"),
     ):
-        assert f"lies up to {message}" in only(check_case(case(label_affine=place), task)).message
+        assert f"is up to {message}" in only(check_case(case(label_affine=place), task)).message
 
 
 def test_all_bad_cases_at_once_in_order(case, task):

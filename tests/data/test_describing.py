@@ -29,7 +29,7 @@ def test_a_public_task():
     assert "licence   CC-BY-SA 4.0" in lines
     assert "cases     260 with labels, 130 without" in lines
     assert "labels    0 background, 1 Anterior, 2 Posterior" in lines
-    assert lines[-1] == f"fetch it by: {spell('volseg data fetch Task04_Hippocampus')}"
+    assert lines[-1] == f"fetch it with: {spell('volseg data fetch Task04_Hippocampus')}"
 
 
 def test_a_folder_of_ones_own(tmp_path):

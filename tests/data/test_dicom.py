@@ -33,7 +33,9 @@ def test_several_series_are_named(tmp_path):
     stack(tmp_path / "other", SeriesInstanceUID=f"{SERIES}.2")
     for file in (tmp_path / "other").iterdir():
         file.rename(folder / f"other_{file.name}")
-    with pytest.raises(ReaderError, match=rf"holds 2 DICOM series: {SERIES} \(6 files, s001.dcm ...\); .*2 \(6 files"):
+    with pytest.raises(
+        ReaderError, match=rf"contains 2 DICOM series: {SERIES} \(6 files, s001.dcm ...\); .*2 \(6 files"
+    ):
         read_volume(folder)
 
 
@@ -44,7 +46,7 @@ def test_truncated_slice_and_a_folder_without_series(tmp_path, capfd):
         read_volume(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/notes.txt").write_text("nothing here", encoding="utf-8")
-    with pytest.raises(ReaderError, match="holds no readable DICOM series; name the folder that holds the slices"):
+    with pytest.raises(ReaderError, match="contains no readable DICOM series; name the folder with the slices"):
         read_volume(tmp_path / "empty")
     assert capfd.readouterr().err == ""
 
@@ -52,7 +54,7 @@ def test_truncated_slice_and_a_folder_without_series(tmp_path, capfd):
 @pytest.mark.parametrize("syntax", ["1.2.840.10008.1.2.2", "1.2.840.10008.1.2.1.99"], ids=["big-endian", "deflated"])
 def test_rare_transfer_syntaxes_are_refused(tmp_path, syntax):
     write_slice(tmp_path / "a.dcm", 0, syntax=UID(syntax))
-    with pytest.raises(ReaderError, match=r"a\.dcm is deflated or big-endian DICOM, which is not read; convert it"):
+    with pytest.raises(ReaderError, match=r"a\.dcm is deflated or big-endian DICOM, .* not supported; convert it"):
         read_volume(tmp_path / "a.dcm")
 
 

@@ -196,10 +196,10 @@ def test_a_structure_set_of_others_is_filled_in_its_planes(tmp_path):
 @pytest.mark.parametrize(
     ("contours", "said"),
     [
-        ([ring(2.0, 8.0)], r"has a contour at \[.*\] mm, 0\.5 voxels from plane \d of its image's 6 \(at most 0\.1\)"),
-        ([ring(2.0, 25.0)], r"0 voxels from plane 10 of its image's 6"),
+        ([ring(2.0, 8.0)], r"has a contour at \[.*\] mm, 0\.5 voxels from plane \d of 6 of its image \(at most 0\.1\)"),
+        ([ring(2.0, 25.0)], r"0 voxels from plane 10 of 6 of its image"),
         ([ring(2.0, 7.0) * (1, 1, 0) + (0, 0, 1) * np.linspace(6, 9, 40)[:, None]], "voxels from plane"),
-        ([ring(2.0, 7.0)[:2]], "without three points of three numbers"),
+        ([ring(2.0, 7.0)[:2]], r"is not three or more points \(x, y, z\)"),
     ],
 )
 def test_contours_beside_the_planes_are_refused(contours, said, tmp_path):
@@ -214,14 +214,14 @@ def test_what_does_not_belong_together_is_refused(tmp_path):
     write_label("SEG", path, folder)
     with pytest.raises(ReaderError, match=rf"of series {SERIES}.71, 2 segments, but its image is series {SERIES}.72"):
         read_label(path, other, task_of())
-    with pytest.raises(ReaderError, match=r"called Liver, kidney_left, and T declares Leber; call the labels"):
+    with pytest.raises(ReaderError, match=r"called Liver, kidney_left, but T declares Leber; use the segments' names"):
         read_label(path, folder, task_of({0: "background", 1: "Leber"}))
-    with pytest.raises(ReaderError, match="is read beside its image by the names of labels"):
+    with pytest.raises(ReaderError, match="which needs its image and the names of labels"):
         read_label(path)
     made = pydicom.dcmread(path)
     made.SegmentationType = "FRACTIONAL"
     made.save_as(tmp_path / "fractional.dcm")
-    with pytest.raises(ReaderError, match="is a FRACTIONAL segmentation; convert it to a BINARY one"):
+    with pytest.raises(ReaderError, match="is a FRACTIONAL segmentation; convert it to BINARY"):
         read_label(tmp_path / "fractional.dcm", folder, task_of())
     image = read_volume(folder)
     moved = nibabel.Nifti1Image(np.zeros(image.shape[1:], np.uint8), image.affine.numpy())

@@ -152,7 +152,7 @@ def test_attempts_that_bring_something_are_not_counted(serve, fetch):
 
 def test_another_process_goes_on(serve, fetch):
     url, requests = serve(ranged(upto=300_000), refuse(503), refuse(503), refuse(503), ranged())
-    with pytest.raises(DataError, match=r"the last attempt failed as the server answers 503 .*; 300000 bytes are kept"):
+    with pytest.raises(DataError, match=r"the last attempt failed: the server answered 503 .* 300000 bytes are kept"):
         fetch(url)
     assert fetch(url) == CONTENT
     assert ranges(requests)[-1] == "bytes=300000-"
@@ -180,7 +180,7 @@ def test_a_download_that_broke_off_is_gone_on_with_or_begun_anew(serve, fetch, a
 @pytest.mark.parametrize("newer", [NEWER, NEWER[:1000]], ids=["changed", "shorter now"])
 def test_a_file_that_changed_between_two_parts_is_fetched_anew_by_the_next_attempt(serve, fetch, newer):
     url, requests = serve(ranged(upto=300_000), ranged(newer))
-    with pytest.raises(DataError, match=r"changed between two parts: its md5 is .*; try again"):
+    with pytest.raises(DataError, match=r"changed between two attempts: its md5 is .*; try again"):
         fetch(url, newer)
     assert fetch(url, newer) == newer
     assert ranges(requests) == ANEW
@@ -212,9 +212,9 @@ def test_a_server_that_stalls_is_asked_again(serve, fetch, monkeypatch):
 
 
 AT_ONCE = {
-    "404": (refuse(404), r"the server answers 404 \(.*\); check the address, or name a mirror by --url"),
-    "no length": (whole(Content_Length=None), "the server does not give the length of the file; name a mirror by"),
-    "other bytes": (whole(NEWER), r"is not the wanted file, .*: its md5 is \w{32}, needed \w{32}; try"),
+    "404": (refuse(404), r"the server answered 404 \(.*\); check the address, or name a mirror with --url"),
+    "no length": (whole(Content_Length=None), "the server does not send the file's length; name a mirror with"),
+    "other bytes": (whole(NEWER), r"is not the expected file, .*: its md5 is \w{32}, needed: \w{32}; try"),
 }
 
 
@@ -236,7 +236,7 @@ def test_redirects_are_followed_within_the_web(serve, fetch):
     assert fetch(first) == CONTENT
     assert len(requests) == 1
     circle, _ = serve(lambda handler: handler.answer(302, Location=handler.path))
-    with pytest.raises(DataError, match=r"the server answers 302 .*infinite loop"):
+    with pytest.raises(DataError, match=r"the server answered 302 .*infinite loop"):
         fetch(circle)
 
 
@@ -267,7 +267,7 @@ def test_wrong_addresses_and_lengths_in_headers_are_refused(serve, fetch, answer
     """Python reads no number of 5,000 digits; some of these ended a fetch in a ValueError."""
     url, requests = serve(answer)
     with pytest.raises(
-        DataError, match=r"cannot be fetched|server answers 302|is not the wanted file|the connection ended"
+        DataError, match=r"cannot be fetched|server answered 302|is not the expected file|the connection ended"
     ):
         fetch(url)
     assert len(requests) <= ATTEMPTS + 1
@@ -281,7 +281,7 @@ def test_wrong_addresses_and_lengths_in_headers_are_refused(serve, fetch, answer
             for url in ("file:///etc/passwd", "x.tar", "https://", "http://[")
         ),
         ("http://127.0.0.1/a b", r"cannot be fetched: .*control characters"),
-        ("http://127.0.0.1:1/x", r"the last attempt failed as .*refused"),
+        ("http://127.0.0.1:1/x", r"the last attempt failed: .*refused"),
     ],
 )
 def test_places_from_which_nothing_comes(fetch, monkeypatch, url, message):
@@ -292,7 +292,7 @@ def test_places_from_which_nothing_comes(fetch, monkeypatch, url, message):
 
 def test_a_disk_without_room_is_said_before_the_first_byte(serve, fetch, tmp_path):
     url, _ = serve(whole(Content_Length=10**16))
-    with pytest.raises(DataError, match=r"GiB free, and 18626451\.5 GiB are needed to fetch and unpack the archive"):
+    with pytest.raises(DataError, match=r"GiB free, but 18626451\.5 GiB are needed to fetch and unpack the archive"):
         fetch(url, spare=1.0)
 
 
@@ -390,7 +390,7 @@ def test_an_archive_without_a_folder_becomes_one_beside_what_a_killed_process_le
 def test_a_folder_of_that_name_that_holds_something_else_stays(tmp_path):
     (tmp_path / "Task77_Test").mkdir()
     (tmp_path / "Task77_Test/mine.txt").touch()
-    with pytest.raises(DataError, match=r"is there and holds no whole task .*; move it away, or name another folder"):
+    with pytest.raises(DataError, match=r"exists, but does not contain a complete task .*; move it away, or name"):
         fetch_task(public(b""), tmp_path)
     assert listed(tmp_path) == ["Task77_Test/mine.txt"]
 

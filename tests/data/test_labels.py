@@ -70,7 +70,7 @@ def test_the_background_of_a_partially_labelled_case_is_a_number_of_its_own():
 
 @pytest.mark.parametrize("strange", [3.0, 1.5, -1.0, float("nan"), 600.0])
 def test_other_values_are_refused(strange):
-    with pytest.raises(DataError, match=r"case a: its label holds \[.*the values of T are \[0, 1, 2, 4\]"):
+    with pytest.raises(DataError, match=r"case a: its label has the values \[.*the values of T are \[0, 1, 2, 4\]"):
         to_classes(torch.tensor([[[[1.0, strange]]]]), task(1, 2, 4), {"case": "a"})
     with pytest.raises(DataError, match="class indices of T are 0 to 2, got 0 to 3"):
         to_values(torch.tensor([0, 3]), task(1, 2))
@@ -79,12 +79,12 @@ def test_other_values_are_refused(strange):
 @pytest.mark.parametrize(
     ("values", "others", "match"),
     [
-        ((1, 2), {"ignore": 2}, "the value to ignore is 2"),
-        ((1, 2), {"regions": {"r": (1, 3)}}, r"the region 'r' is made of \[1, 3\]"),
-        ((1, 2), {"regions": {"r": (0, 1)}}, "without the background"),
-        ((1, 2), {"regions": {"r": ()}}, "made of"),
-        ((1, 2), {"regions": {"r": (1, 2), "s": (2, 1)}}, "are the same"),
-        (tuple(range(1, 256)), {}, "254 labels at most, got 256"),
+        ((1, 2), {"ignore": 2}, "the ignored value is 2"),
+        ((1, 2), {"regions": {"r": (1, 3)}}, r"the region 'r' has the values \[1, 3\]"),
+        ((1, 2), {"regions": {"r": (0, 1)}}, "other than the background, from"),
+        ((1, 2), {"regions": {"r": ()}}, r"has the values \[\]"),
+        ((1, 2), {"regions": {"r": (1, 2), "s": (2, 1)}}, "are equal"),
+        (tuple(range(1, 256)), {}, "at most 254 labels, got 256"),
     ],
 )
 def test_tasks_that_make_no_sense_are_refused(values, others, match):
@@ -115,9 +115,9 @@ def test_a_region_is_painted_in_a_value_of_its_own(regions, painted):
 
 
 def test_a_case_that_was_looked_through_for_nothing_known_is_refused():
-    with pytest.raises(DataError, match=r"case a: 'labelled' should name .* of \[1, 2\], got \[3\]"):
+    with pytest.raises(DataError, match=r"case a: 'labelled' should list .* from \[1, 2\], got \[3\]"):
         task(1, 2).labelled({"case": "a", "labelled": (3,)})
-    with pytest.raises(DataError, match="as no training case of T"):
+    with pytest.raises(DataError, match="unlike all training cases of T"):
         to_classes(torch.zeros(1, 1, 1, 1), task(1, 2), {"case": "a", "labelled": (2,)})
 
 

@@ -158,7 +158,7 @@ def test_read_names_case_field_and_file(save, ramp, tmp_path):
         Read(["image", "label"])(case)
     with pytest.raises(ReaderError, match=r"case a, label: .*gone\.nii\.gz does not exist"):
         Read(["label"])({"case": "a", "label": tmp_path / "gone.nii.gz"})
-    with pytest.raises(ReaderError, match="case a: image should be a path, got MetaTensor"):
+    with pytest.raises(ReaderError, match="case a: image should be a path, or a path per channel, got a MetaTensor"):
         Read(["image"])(Read(["image"])(case))
     with pytest.raises(ReaderError, match="an image needs a file, or one per channel, got none"):
         read_volume(())
@@ -201,8 +201,8 @@ def test_a_file_per_channel_is_one_image(save, ramp, affine):
     ("change", "message"),
     [
         (lambda voxels, affine: (voxels[:2], affine), r"a_0001\.nii\.gz has the shape \(2, 4, 5\), but its first"),
-        (lambda voxels, affine: (voxels, affine + np.eye(4, k=3) * 0.4), r"a_0001\.nii\.gz lies up to 0\.4 mm away"),
-        (lambda voxels, affine: (np.stack([voxels, voxels], axis=-1), affine), r"a_0001\.nii\.gz holds 2 channels"),
+        (lambda voxels, affine: (voxels, affine + np.eye(4, k=3) * 0.4), r"a_0001\.nii\.gz is up to 0\.4 mm away"),
+        (lambda voxels, affine: (np.stack([voxels, voxels], axis=-1), affine), r"a_0001\.nii\.gz has 2 channels"),
     ],
     ids=["shape", "place", "4D"],
 )

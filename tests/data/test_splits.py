@@ -35,8 +35,8 @@ def test_the_first_folds_take_what_does_not_divide():
     [
         ("abc", 5, r"got 5 folds of 3 cases; set split\.num_folds to 3"),
         ("a", 5, r"got 5 folds of 1 cases; set split\.validation to none"),
-        ("abc", 1, r"need 2 folds or more.*set split\.num_folds to 2"),
-        ("abb", 2, "case ids must be unique, but 'b' came twice"),
+        ("abc", 1, r"needed: at least 2 folds.*set split\.num_folds to 2"),
+        ("abb", 2, "case ids must be unique, but 'b' occur twice"),
     ],
 )
 def test_folds_that_cannot_be(ids, num_folds, message):
@@ -65,10 +65,10 @@ def test_written_splits_are_nnunets_and_read_back(tmp_path):
         ('[["a"]]', r'fold 0 should be \{"train": \[...\], "val": \[...\]\}, got list'),
         ('[{"train": ["a"]}]', r"fold 0 should be .*, got keys \['train'\]"),
         ('[{"train": "a", "val": ["b"]}]', r"fold 0: 'train' should be a list of case ids \(strings\)"),
-        ('[{"train": ["a"], "val": ["b"]}, {"train": ["a", "b"], "val": ["b"]}]', "fold 1: 'b' stand in training and"),
-        ('[{"train": ["a", "a"], "val": ["b"]}]', "fold 0: 'a' occur twice among the training cases; keep each once"),
+        ('[{"train": ["a"], "val": ["b"]}, {"train": ["a", "b"], "val": ["b"]}]', "fold 1: 'b' are in both"),
+        ('[{"train": ["a", "a"], "val": ["b"]}]', "fold 0: 'a' occur twice among the training cases; list each once"),
         ('[{"train": [], "val": ["a"]}]', r"fold 0: a split needs cases to train on, got none \(1 for validation\)"),
-        ('[{"train": ["a"], "val": ["hippocampus_1"]}]', "fold 0: 'val' names 'hippocampus_1', not in the task; did"),
+        ('[{"train": ["a"], "val": ["hippocampus_1"]}]', "fold 0: 'val' has unknown cases: 'hippocampus_1'; did"),
     ],
 )
 def test_bad_split_files(tmp_path, content, message):
@@ -211,5 +211,5 @@ def test_the_reason_names_two_cases_of_one_patient():
     names = [name for cases in EVIDENT["acdc"] for name in cases]
     reason = propose_group(names).reason
     assert propose_group(names[::-1]).reason == reason
-    assert "patient001_frame01 and patient001_frame12 are of one" in reason
+    assert "patient001_frame01 and patient001_frame12 are of the same one" in reason
     assert "16 cases are of 8 patients" in reason

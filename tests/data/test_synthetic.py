@@ -213,13 +213,13 @@ def test_a_folder_of_the_users_own_is_left_alone(tmp_path, manifest):
     if manifest is not None:
         (tmp_path / "dataset.json").write_text(manifest, encoding="utf-8")
     before = digests(tmp_path)
-    with pytest.raises(DataError, match="is not empty and was not made by volseg; name a new or an empty folder"):
+    with pytest.raises(DataError, match="is not empty, and volseg did not write it; name a new or an empty folder"):
         make_task(tmp_path)
     assert digests(tmp_path) == before
 
 
 def test_bad_arguments(tmp_path):
-    with pytest.raises(DataError, match="need num_cases >= 2 and num_test >= 0, got num_cases=1, num_test=4"):
+    with pytest.raises(DataError, match="needed: num_cases >= 2 and num_test >= 0, got num_cases=1, num_test=4"):
         make_task(tmp_path / "few", num_cases=1)
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="file is a file; name a new or an empty folder"):

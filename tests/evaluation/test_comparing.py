@@ -79,7 +79,7 @@ def test_equal_methods_do_not_differ_and_nothing_has_no_numbers():
             r"5 case\(s\) are in both, 15 only in the first \(05, 06, 07, 08, 09 and 10",
         ),
         ([("a", FIRST), ("b", FIRST, "Dice", "12")], r"1 label\(s\) are in both, 0 only in the first \(none\), 1 only"),
-        ([("a", FIRST)], "two methods or more, got 1"),
+        ([("a", FIRST)], "at least two methods, got 1"),
         ([("a", FIRST), ("a", FIRST)], "two methods are called 'a'"),
     ],
 )

@@ -77,7 +77,7 @@ def test_bad_cases_are_named_and_the_others_scored(folders):
     assert result.exit_code == 1
     assert "1 of 4 case(s)" in result.output
     assert "could not be scored: case_1" in result.output
-    assert "lies up to 7 mm away" in result.output
+    assert "is up to 7 mm away" in result.output
     assert "must have the same shape" in result.output
     assert "case_3.nii.gz" in result.output
     assert "without a label, not scored: more.nii.gz" in result.output
@@ -140,7 +140,7 @@ def test_folders_that_cannot_be_paired_are_refused(write_names, tmp_path):
     with pytest.raises(DataError, match=r"lacks 1 of 2 case\(s\): pat13; .*--allow-missing; files are paired"):
         evaluate_folders(out, labels)
     (out / "predicted.jsonl").write_text('{"channels": ["t1"\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"the first line of .*predicted\.jsonl describes no predictions"):
+    with pytest.raises(DataError, match=r"predicted\.jsonl does not begin with a description of predictions"):
         pair_files(out, labels)
     write(out / "pat14.nii")
     with pytest.raises(DataError, match="of one case; keep one"):
@@ -202,7 +202,7 @@ def test_labels_are_named_found_or_taken_from_the_files(folders, tmp_path):
     assert load_label_names(labels, predictions, "1=organ,3=tumour").structures == {1: "organ", 3: "tumour"}
     assert load_label_names(tmp_path, predictions, str(labels.parent / "dataset.json")).structures == {1: "liver"}
     for wrong in ("1=", "organ=1", "=x"):
-        with pytest.raises(DataError, match="labels are named as 1=liver,2=tumour"):
+        with pytest.raises(DataError, match="label names must be written as 1=liver,2=tumour"):
             load_label_names(labels, predictions, wrong)
     with pytest.raises(DataError, match=r"is not a dataset.json with 'labels'"):
         load_label_names(labels, predictions, str(predictions))

@@ -61,7 +61,7 @@ def test_few_cases_have_an_interval_and_a_single_one_has_no_spread():
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        ([], r"scores of \(cases, labels\), at least one of each, got shape \(0,\)"),
+        ([], r"scores \(cases, labels\), at least one of each, got shape \(0,\)"),
         (np.zeros((0, 2)), r"got shape \(0, 2\)"),
         ([0.8, 0.9], r"got shape \(2,\)"),
     ],

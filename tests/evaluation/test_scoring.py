@@ -132,7 +132,7 @@ def test_structures_are_asked_for_by_name():
         with pytest.raises(ConfigError, match=r"no label is called 'livr'; did you mean 'liver'\?"):
             choose_scoring(structures, "mine", **wrong)
     for wrong in ({"tolerances": {1: -1.0}}, {"lesion_overlap": 0.0}):
-        with pytest.raises(DataError, match=r"tolerance of NSD is a distance|two lesions match"):
+        with pytest.raises(DataError, match=r"tolerance of NSD must be a distance|overlap of matching lesions must be"):
             Scoring(**wrong)
 
 
@@ -223,10 +223,10 @@ def test_nnunets_summary_is_read_and_another_file_refused(tmp_path, text):
     assert math.isnan(read_summary(path)["mean"]["1"]["Dice"])
     path.write_text(text, encoding="utf-8")
     with pytest.raises(
-        DataError, match=r"summary\.json (is not a summary.json as volseg|cannot be read as a summary: E)"
+        DataError, match=r"summary\.json (is not a summary.json of volseg|cannot be read as a summary: E)"
     ):
         read_summary(path)
-    with pytest.raises(DataError, match="a summary's keys are label values"):
+    with pytest.raises(DataError, match="a summary's keys must be label values"):
         read_structure("(1, x)")
 
 
@@ -235,7 +235,7 @@ def test_nothing_and_mixed_labels_are_refused():
         summarise([])
     one = EvaluatedCase(metrics={1: {"Dice": 1.0}})
     other = EvaluatedCase(metrics={2: {"Dice": 1.0}}, prediction_file="b.nii.gz")
-    with pytest.raises(DataError, match=r"b.nii.gz has labels \[2\], the first case has \[1\]"):
+    with pytest.raises(DataError, match=r"b.nii.gz has labels \[2\], but the first case \[1\]"):
         summarise([one, other])
 
 
@@ -249,7 +249,7 @@ def test_files_are_compared_and_named_when_they_cannot_be(tmp_path):
 
     image.affine[2, 3] = 1
     moved = write_prediction(labels, image, tmp_path / "moved.nii.gz")
-    with pytest.raises(GridError, match=r"moved.nii.gz and .*ref.nii.gz: prediction lies up to 1 mm away"):
+    with pytest.raises(GridError, match=r"moved.nii.gz and .*ref.nii.gz: prediction is up to 1 mm away"):
         evaluate_files(moved, reference, STRUCTURES)
 
 
@@ -282,4 +282,4 @@ def test_a_task_without_manifest_has_no_published_results(name):
 @pytest.mark.parametrize("labels", [{1: "hippocampus"}, {1: "Posterior", 2: "Anterior"}])
 def test_published_results_of_other_labels_are_not_compared(labels, caplog):
     assert published_results(task_of("Task04_Hippocampus", {0: "background", **labels})) == []
-    assert "published results of Task04_Hippocampus are about labels" in caplog.text
+    assert "published results of Task04_Hippocampus are for the labels" in caplog.text

@@ -78,7 +78,7 @@ def test_lines_can_be_pasted_and_have_numbers(configured, config_file):
 def test_kernels_that_were_asked_for_stay(configured):
     config = configured("training.kernels=torch")
     assert list_lines(config, [KNOWN[2]], 1) == []
-    with pytest.raises(ConfigError, match=r"kernels is torch, which parallel\.strategy: spatial does not run"):
+    with pytest.raises(ConfigError, match=r"kernels is torch, but parallel\.strategy: spatial supports only"):
         take_candidate(config, KNOWN[2].candidate)
 
 

@@ -158,9 +158,9 @@ def test_what_the_system_refuses_is_one_message_too(config_file, monkeypatch, ca
     ("command", "message"),
     [
         (["train", "RUN"], "RUN is a run folder, .*; continue the run with .* train RUN/config.yaml -o RUN --resume"),
-        (["train", "IMAGE"], "IMAGE is not text in UTF-8 .* or a data set by its folder"),
+        (["train", "IMAGE"], "IMAGE is not text in UTF-8 .* or the folder of a data set"),
         (["train", "CONFIG", "--set", "network.channels=8"], "network UNet refused {'channels': 8, "),
-        (["train", "CONFIG", "--gpus", "99"], "--gpus 99 asks for "),
+        (["train", "CONFIG", "--gpus", "99"], "--gpus 99 needs "),
         (["predict", "CONFIG", "IMAGE"], "CONFIG is not a model; name a run folder of volseg train"),
         (["predict", "TASK", "IMAGE"], "TASK is not a model; name a run folder"),
         (["predict", "nowhere", "IMAGE"], "nowhere does not exist; name a run folder"),

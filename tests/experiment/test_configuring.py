@@ -189,7 +189,7 @@ def test_every_value_has_its_meaning_above_it(tmp_path: Path) -> None:
     expected = {key for key in list_config_keys() if key.partition(".")[0] not in on_one_line}
     assert {*keys} == {*expected, *on_one_line} - on_several
     text = "\n".join(lines)
-    assert "# Precision of activations and gradients; auto takes bf16" in text
+    assert "# Precision of activations and gradients; auto uses bf16" in text
     assert max(map(len, lines[1:])) <= 120
 
 

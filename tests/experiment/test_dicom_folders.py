@@ -124,7 +124,7 @@ def test_what_is_no_image_to_segment_is_left_out_and_named(write_series, tmp_pat
     [scout] = resolve_images([tmp_path / "export"], series=["scout"])
     assert scout["image"].name.startswith("s3_")
     assert len(resolve_images([tmp_path / "export"], series=[f"{UID}.1", f"{UID}.2"])) == 2
-    with pytest.raises(DataError, match=r"no series is or is called 'T7'; there are .*7\.1 \(MR 'T1', 4 file\(s\) in"):
+    with pytest.raises(DataError, match=r"no series matches 'T7'; found: .*7\.1 \(MR 'T1', 4 file\(s\) in"):
         resolve_images([tmp_path / "export"], series=["T7"])
 
 
@@ -162,14 +162,14 @@ def test_a_damaged_file_spoils_its_folder_and_no_other(write_series, tmp_path):
     with pytest.raises(ReaderError, match=r"x\.dcm is not a readable DICOM file"):
         read_volume(spoilt["image"])
     assert lost["case"] == "lost"
-    with pytest.raises(ReaderError, match="holds no readable DICOM series"):
+    with pytest.raises(ReaderError, match="contains no readable DICOM series"):
         read_volume(lost["image"])
 
 
 def test_a_series_in_two_folders_is_refused(write_series, tmp_path):
     write_series("export/a", 1)
     write_series("export/b", 1)
-    with pytest.raises(DataError, match=rf"series {UID}\.1 lies in 2 folders"):
+    with pytest.raises(DataError, match=rf"series {UID}\.1 is spread over 2 folders"):
         resolve_images([tmp_path / "export"])
     assert len(resolve_images([tmp_path / "export" / "a"])) == 1
 

@@ -72,7 +72,7 @@ def test_what_grows_may_be_computed_again_and_not_cut(configured, grown):
     again = train(configured(*GROWTH, *recomputed))
     one, other = (latest(run.folder.path) for run in (grown[0], again))
     torch.testing.assert_close(one.model, other.model, rtol=1e-3, atol=1e-5)  # float32, in another order of sums
-    with pytest.raises(ConfigError, match="settled who computes what"):
+    with pytest.raises(ConfigError, match="parallel divides volumes or layers"):
         configured(*GROWTH, *recomputed).with_mesh(configured("parallel.strategy=spatial").mesh(2))
 
 
@@ -146,15 +146,15 @@ def test_a_training_that_goes_on_amid_its_growth_ends_in_the_same_bits(grown, co
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["patch.growth=[{until: 0.5, size: [8, 8, 32]}]"], "no side larger than in the next, up to patch.size"),
+        (["patch.growth=[{until: 0.5, size: [8, 8, 32]}]"], r"no side larger than in the next part or in patch\.size"),
         (
             ["patch.growth=[{until: 0.5, size: [8, 8, 8]}, {until: 0.5, size: [8, 8, 16]}]"],
-            "each until later than the one before",
+            "with increasing until and no side larger",
         ),
         (["patch.growth=[{until: 1.0, size: [8, 8, 8]}]"], "less than 1"),
-        (["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.strategy=spatial"], "settled who computes what"),
-        (["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.pipeline=2"], "settled who computes what"),
-        (["training.validate_every=null", "training.patience=3"], r"training\.patience counts validations, but"),
+        (["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.strategy=spatial"], "parallel divides volumes"),
+        (["patch.growth=[{until: 0.5, size: [8, 8, 8]}]", "parallel.pipeline=2"], "parallel divides volumes or layers"),
+        (["training.validate_every=null", "training.patience=3"], r"training\.patience needs validations, but"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(configured, overrides, message):

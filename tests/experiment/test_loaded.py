@@ -195,7 +195,7 @@ def shear(affine):
         (lambda v: (v, np.eye(4)), "given as MetaTensor has its own affine: pass no other one"),
         (lambda v: (v.numpy(), np.eye(3)), r"should be 4 x 4 .* got the shape \(3, 3\)"),
         (lambda v: (v.numpy(), np.diag([0, 0, 0, 1])), "does not place voxels in three dimensions"),
-        (lambda v: (torch.zeros(4, 4), torch.eye(4)), "needs three axes"),
+        (lambda v: (torch.zeros(4, 4), torch.eye(4)), "must have three axes"),
         (lambda v: (torch.zeros(1, 8, 8, 8), torch.eye(4)), "is constant"),
         (lambda v: (torch.full((1, 8, 8, 8), torch.nan), torch.eye(4)), "the image in memory .*NaN"),
         (lambda v: (torch.cat([v, v]).as_tensor(), np.eye(4)), r"has 2 channel\(s\).*, but the task declares 1"),
@@ -321,7 +321,7 @@ def test_the_checkpoint_and_the_settings_hold_for_all(cross_validated, folds):
         ("training.epochs=3", r"inference, device, parallel, training\.precision"),
         ("inference.miror=true", "did you mean 'mirror'"),
         ("inference.overlap=2", "less than 1"),
-        ("device", "takes key=value"),
+        ("device", "needs key=value"),
     ],
 )
 def test_what_the_training_settled_cannot_be_set(folds, override, message):

@@ -253,7 +253,7 @@ def test_verify_and_the_list_take_the_file_too(own):
     [
         ("network.outputs=[logits]", "must return logits .* got"),
         ("network.outputs=[logits, a, b]", r"returned 2 result\(s\), but 3 are named"),
-        ("network.outputs=[logit, boundary]", "logits among them"),
+        ("network.outputs=[logit, boundary]", "including logits, got"),
         ("network.outputs=[logits, label]", "cannot be called label"),
         ("losses=[{name: EdgeLoss, inputs: [edges, label]}]", "a loss needs the field 'edges'"),
         ("losses=[{name: DiceCELoss, weight: [1, 2]}]", "loss DiceCELoss cannot be computed from"),
@@ -263,7 +263,7 @@ def test_verify_and_the_list_take_the_file_too(own):
         ("augmentation.own=[{name: Brighten, sd: 1}]", "augmentation Brighten has no parameter 'sd'"),
         ("schedule={name: halves, time: 3}", "schedule halves has no parameter 'time'; did you mean 'times'"),
         ("network={name: Wide}", "network Wide cannot be run on an image of .*not four"),
-        ("network={name: Bare}", "network Bare must take in_channels and out_channels"),
+        ("network={name: Bare}", "network Bare must accept in_channels and out_channels"),
         ("network={name: Lacking}", "network Lacking needs a package.*pip install surely_absent"),
         ("losses=[{name: Vector}]", "must return one number"),
         ("losses=[{name: Single}]", r"must return one number, got \(1,\)"),
@@ -317,7 +317,7 @@ def test_what_a_call_registered_cannot_reach_other_processes(registered):
     [
         ("x = 1\nx.y\n", r"cannot be run, line 2: AttributeError"),
         ("def f(:\n", r"cannot be run, line 1: SyntaxError"),
-        ("import volseg\nvolseg.register('network', 'VNet', dict)\n", "line 2: a network called 'VNet' exists already"),
+        ("import volseg\nvolseg.register('network', 'VNet', dict)\n", "line 2: a network called 'VNet' already exists"),
         ("import volseg\nvolseg.register('networks', 'A', dict)\n", "did you mean 'network'"),
         ("import volseg\nvolseg.register('reader', 'npy', dict)\n", "must be the suffix of its files in lower case"),
         ("import volseg\nvolseg.register('network', 'B', dict)\nraise KeyError('late')\n", "line 3: KeyError"),
@@ -336,9 +336,13 @@ def test_a_file_that_cannot_be_run_says_where_and_registers_nothing(tmp_path, co
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("transform", lambda case: {**case, "image": case["image"].as_tensor()}, "whose image is a MetaTensor"),
+        (
+            "transform",
+            lambda case: {**case, "image": case["image"].as_tensor()},
+            "must return a case with a MetaTensor .* in image",
+        ),
         ("transform", lambda case: {**case, "label": case["label"][:, 1:]}, "after Wrong the label has the shape"),
-        ("transform", lambda case: None, "Wrong must return a case whose image is a MetaTensor"),
+        ("transform", lambda case: None, "Wrong must return a case with a MetaTensor .* in image, got a"),
         ("transform", lambda case: {**case, "image": case["image"][0]}, r"got a MetaTensor \(\d+, \d+, \d+\)"),
         ("transform", lambda case: case["img"], r"case .*: Wrong failed: KeyError\('img'\)"),
         (

@@ -59,8 +59,8 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_is_computed(tmp_path
         "Testing": lambda folder: volseg.Testing(make_predictor(), [], folder),
         "Validation": lambda folder: volseg.Validation(make_predictor(), [], {1: "a"}, folder=folder),
     }[made]
-    refuse(make, str(tmp_path / "file" / "run"), match=f"cannot be written to, as {tmp_path / 'file'} is not a folder")
-    refuse(make, 3, match="an output folder is a path, such as 'runs/first', got 3")
+    refuse(make, str(tmp_path / "file" / "run"), match=f"written to, because {tmp_path / 'file'} is not a folder")
+    refuse(make, 3, match="an output folder must be a path, such as 'runs/first', got 3")
 
 
 def test_what_is_no_config_is_refused():

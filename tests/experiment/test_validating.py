@@ -178,7 +178,7 @@ def test_what_cannot_be_measured_or_changed_is_refused(two_folds, task, tmp_path
         apply_postprocessing(two_folds, run.validation, run.validation)
     with pytest.raises(DataError, match="is not a folder of label maps"):
         apply_postprocessing(two_folds, tmp_path / "none", tmp_path / "out")
-    with pytest.raises(DataError, match=r"\.nii\.gz: the label map holds"):
+    with pytest.raises(DataError, match=r"\.nii\.gz: the label map has the values"):
         apply_postprocessing(two_folds, task / "imagesTr", tmp_path / "out")
     result = CliRunner().invoke(app, ["postprocess", str(two_folds), "--apply", str(run.validation)])
     assert result.exit_code == 2

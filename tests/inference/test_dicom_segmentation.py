@@ -204,7 +204,7 @@ def test_what_is_no_series_is_refused_before_anything_is_computed(write_series, 
     for image in (folder, folder / "002.dcm"):
         assert require_dicom_source(image, "a") == image
     monkeypatch.setitem(sys.modules, "highdicom", None)
-    with pytest.raises(ConfigError, match="install it by: pip install highdicom"):
+    with pytest.raises(ConfigError, match="install it: pip install highdicom"):
         require_dicom_source(folder, "a")
     with pytest.raises(ConfigError, match="install it by: pip install highdicom"):
         PredictionFiles(folder=tmp_path, label_format="dicom-rtstruct")
@@ -215,10 +215,10 @@ def test_slices_that_cannot_be_referred_to_are_refused(write_series, tmp_path):
     volume, same, files = read_volume(folder), read_volume(other), sorted(other.iterdir())
     labels = torch.zeros(volume.shape, dtype=torch.uint8)
     for label_map, image, series, error, words in (
-        (labels, volume, folder, DataError, r"has no FrameOfReferenceUID, and a DICOM segmentation cannot refer to it"),
-        (labels, volume, other, GridError, r"DICOM series of .* lies up to 5 mm away from its label map"),
+        (labels, volume, folder, DataError, r"has no FrameOfReferenceUID, so a DICOM segmentation cannot refer to it"),
+        (labels, volume, other, GridError, r"DICOM series of .* is up to 5 mm away from its label map"),
         (labels, volume, files[:5], GridError, r"has the shape \(5, 4, 5\), but its label map has \(5, 4, 6\)"),
-        (labels, same, [*files[:5], files[0]], DataError, r"6 slices lie at 5 place\(s\)"),
+        (labels, same, [*files[:5], files[0]], DataError, r"6 slices are at 5 place\(s\)"),
         (labels + 9, same, other, DataError, r"holds \[9\], but the values of Brain are \[0, 1, 2\]"),
     ):
         with pytest.raises(error, match=words):

@@ -73,8 +73,8 @@ def test_a_grid_rounded_by_its_file_format_needs_no_interpolation():
 @pytest.mark.parametrize(
     ("probabilities", "message"),
     [
-        (torch.zeros(2, 4, 4, 5), r"\(2, 4, 4, 5\) does not lie on a grid of \(4, 4, 4\) voxels"),
-        (torch.zeros(257, 4, 4, 4), "holds 256 labels, the model has 257"),
+        (torch.zeros(2, 4, 4, 5), r"\(2, 4, 4, 5\) is not on a grid of \(4, 4, 4\) voxels"),
+        (torch.zeros(257, 4, 4, 4), "more than 256 classes need values, got 257"),
     ],
 )
 def test_other_probabilities_are_refused(probabilities, message):

@@ -111,7 +111,7 @@ def test_a_narrow_label_map_takes_a_wide_value():
 
 
 def test_values_of_another_task_are_refused():
-    with pytest.raises(DataError, match=r"holds \[9\], but the postprocessing was .* the values \[0, 7, 500\]"):
+    with pytest.raises(DataError, match=r"has the values \[9\], but the postprocessing was .* the values \[0, 7, 500\]"):
         after(PLAIN, np.full((1, 1, 2), 9, np.int32), ("keep_largest", (7,)))
 
 
@@ -218,7 +218,7 @@ def test_a_step_that_costs_another_structure_is_not_kept(files):
     assert everything.after[1] < everything.before[1]
     assert not everything.is_kept
     assert liver.is_kept
-    with pytest.raises(DataError, match="there is none"):
+    with pytest.raises(DataError, match="there are none"):
         measure_postprocessing([], PLAIN)
 
 
@@ -231,7 +231,7 @@ def test_a_step_that_costs_another_structure_is_not_kept(files):
             "steps.0.operation: Input should be 'keep_largest' or 'fill_holes'",
         ),
         ({"steps": [{"operation": "fill_holes", "values": [8]}]}, "on those labels"),
-        ({"steps": [{"operation": "fill_holes"}]}, "not a postprocessing.json as volseg writes it .steps.0.values"),
+        ({"steps": [{"operation": "fill_holes"}]}, "not a postprocessing.json of volseg .steps.0.values"),
         ({"labels": [7, 0, 500]}, "Write it again"),
     ],
 )

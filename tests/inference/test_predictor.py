@@ -137,13 +137,13 @@ def test_deep_supervision_counts_by_its_first_output_and_a_sharded_volume_is_gat
     ("settings", "message"),
     [
         ({"window": (8, 8)}, r"window must be three sides in voxels, or None, got \[8, 8\]"),
-        ({"overlap": 1.0}, r"overlap must lie in \[0, 1\), got 1.0"),
-        ({"mirror": [3]}, r"axes among 0, 1, 2, got \[3\]"),
-        ({"samples_per_pass": 0}, "samples_per_pass must be 1 or more, got 0"),
-        ({"skip_background": True}, "skip_background leaves out windows of probabilities, got whole volumes"),
-        ({"regions": True}, "need a value for each of the 2 outputs"),
-        ({"values": (0,)}, "need a value for each of the 2 outputs"),
-        ({"values": (1, 2, 3), "regions": True}, "need a value for each of the 2 outputs"),
+        ({"overlap": 1.0}, r"overlap must be in \[0, 1\), got 1.0"),
+        ({"mirror": [3]}, r"list of the axes 0, 1, 2, got \[3\]"),
+        ({"samples_per_pass": 0}, "samples_per_pass must be at least 1, got 0"),
+        ({"skip_background": True}, "skip_background needs windows of probabilities, got whole volumes"),
+        ({"regions": True}, "needed: a value for each of the 2 outputs"),
+        ({"values": (0,)}, "needed: a value for each of the 2 outputs"),
+        ({"values": (1, 2, 3), "regions": True}, "needed: a value for each of the 2 outputs"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):

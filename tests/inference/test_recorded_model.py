@@ -45,7 +45,7 @@ def test_models_that_no_gpu_holds_stay_as_they_are():
     assert "cpu" in explain_kernel_by_kernel(on_cpu)
     cut = ModelParallel(nn.Conv3d(1, 2, 3, padding=1), strategy="spatial", devices=["cpu", "cpu"])
     assert "several devices" in explain_kernel_by_kernel(cut)
-    assert "strategy of its own" in explain_kernel_by_kernel(nn.Sequential(cut))
+    assert "its own strategy" in explain_kernel_by_kernel(nn.Sequential(cut))
     with pytest.raises(ParallelError, match="on one GPU"):
         RecordedModel(on_cpu)
 

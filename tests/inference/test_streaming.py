@@ -36,7 +36,7 @@ def test_what_is_held_of_a_ct_does_not_grow_with_its_length(depth, budget, strip
     plan = plan_blend((512, 512, depth), (128, 128, 128), 0.5, CLASSES, budget * GIB)
     assert (plan.axis, plan.strips) == (2, strips)
     assert plan.held_bytes(CLASSES) < min(15, budget) * GIB
-    with pytest.raises(OutOfMemoryError, match=r"x 512 x \d+ voxels .* 128 x 128 x 128 .* for 117 classes, and 9"):
+    with pytest.raises(OutOfMemoryError, match=r"x 512 x \d+ voxels .* 128 x 128 x 128 .* for 117 classes, but 9"):
         plan_blend((512, 512, depth), (128, 128, 128), 0.5, CLASSES, 9)
 
 
@@ -44,9 +44,9 @@ def test_strips_are_said_in_words(caplog):
     predictor = Predictor(model=classes(5), num_classes=5, window=(8, 8, 8), memory=20_000)
     with caplog.at_level(logging.WARNING, logger=streaming.__name__):
         labels = predictor(case_of(14, 14, 24))
-    assert "a layer of windows of 5 classes" in caplog.text
+    assert "a layer of windows with 5 classes" in caplog.text
     assert "14 x 14 x 24 voxels" in caplog.text
-    assert "windows on their borders are computed again" in caplog.text
+    assert "windows on their borders are computed twice" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger=streaming.__name__):
         plain = Predictor(model=classes(5), num_classes=5, window=(8, 8, 8))(case_of(14, 14, 24))
@@ -92,7 +92,7 @@ def test_a_network_that_takes_more_than_was_guessed_gets_it_from_the_blend(held,
 
 
 def test_a_window_that_does_not_fit_by_itself_is_refused_in_words(held):
-    with pytest.raises(OutOfMemoryError, match=r"8 x 8 x 8 voxels do not fit on cpu, .* take a smaller window"):
+    with pytest.raises(OutOfMemoryError, match=r"8 x 8 x 8 voxels do not fit on cpu, .* choose a smaller window"):
         Predictor(model=Scarce(held, 0), num_classes=5, window=(8, 8, 8))(case_of(14, 14, 24))
 
 
@@ -137,7 +137,7 @@ def test_entropy_is_0_where_sure_and_1_where_all_classes_are_alike():
     assert prediction.entropy.shape == (1, 4, 4, 4)
     torch.testing.assert_close(prediction.entropy.as_tensor()[0, 1:], torch.ones(3, 4, 4), atol=1e-6, rtol=0)
     assert (prediction.entropy[0, 0] < 1e-6).all()
-    with pytest.raises(ConfigError, match=r"entropy and probabilities beside its labels, got \['logits'\]"):
+    with pytest.raises(ConfigError, match=r"also have entropy and probabilities, but not \['logits'\]"):
         next(Predictor(model=classes(4), num_classes=4).stream([case], also=["logits"]))
 
 
@@ -218,7 +218,7 @@ def test_windows_of_air_go_through_no_model_and_are_background(windows_per_step,
         skipped = Predictor(model=some, skip_background=True, **settings)(case)
     # 7 windows along D begin at 0, 4 ... 24; those from plane 16 on see air alone. 2 x 2 of each.
     assert (every.seen, some.seen) == (28, 16)
-    assert "12 of 28 windows hold one value and count as background (skip_background)" in caplog.text
+    assert "12 of 28 windows have one value and count as background (skip_background)" in caplog.text
     assert skipped[:, :16].equal(plain[:, :16])  # no window that reaches there was left out
     assert (plain[:, 20:] == 3 - (not regions)).all()
     assert (skipped[:, 20:] == 0).all()

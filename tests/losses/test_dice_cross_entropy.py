@@ -53,7 +53,7 @@ def test_a_coarser_head_copies_no_label() -> None:
 def test_a_label_that_is_no_class_is_refused_by_all_shards() -> None:
     y = torch.zeros(2, 1, 8, 6, 4, dtype=torch.uint8)
     y[0, 0, 7] = 9
-    with pytest.raises(DataError, match=r"got also \[9\]"):
+    with pytest.raises(DataError, match=r"but also has \[9\]"):
         dice_cross_entropy(from_whole(logits(8, 6, 4), (2,), cutter((4,))), y, Terms())
 
 

@@ -250,13 +250,13 @@ def test_a_number_that_means_nothing_is_refused(name: str, strange: int) -> None
     targets = TARGETS[name]
     label = make_label(targets)
     label[0, 0, 0, 0, 0] = strange
-    with pytest.raises(DataError, match=r"got others in 1 voxel\(s\)"):
+    with pytest.raises(DataError, match=r"but has others in 1 voxel\(s\)"):
         known_dice_cross_entropy(make_logits(targets), label, targets, Terms())
 
 
 def test_logits_of_another_task_are_refused() -> None:
     _, logits, label = draw("ignored")
-    with pytest.raises(DataError, match=r"need logits \(B, 3, D, H, W\) with one channel per region"):
+    with pytest.raises(DataError, match=r"needed: logits \(B, 3, D, H, W\) with one channel per region"):
         known_dice_cross_entropy(logits, label, TARGETS["regions"], Terms())
 
 
@@ -265,7 +265,7 @@ def test_logits_of_another_task_are_refused() -> None:
 )
 def test_parameters_that_only_monai_knows_are_refused(parameters: dict[str, Any]) -> None:
     loss = DiceCELoss(**{"softmax": True, "to_onehot_y": True, **parameters})
-    with pytest.raises(ConfigError, match="takes no class weights"):
+    with pytest.raises(ConfigError, match="supports no class weights"):
         loss.take_targets(TARGETS["ignored"])
     plain = DiceCELoss(softmax=True, to_onehot_y=True).take_targets(Targets(num_classes=4))
     assert plain.targets is None  # it keeps the single pass

@@ -132,7 +132,7 @@ def test_images_and_one_hot_labels_are_monais() -> None:
 def test_a_label_that_is_no_class_is_refused(stranger: float) -> None:
     logits, label = volumes(3, torch.float32)
     label[1, 0, 2, 3, 4] = stranger
-    with pytest.raises(DataError, match=rf"3 classes 0 to 2 of the logits, got also \[{stranger}"):
+    with pytest.raises(DataError, match=rf"3 classes 0 to 2 of the logits, but also has \[{stranger}"):
         DiceCELoss(**MAPS)(logits, label)
 
 

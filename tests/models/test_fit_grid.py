@@ -50,7 +50,7 @@ def test_it_says_so_once(caplog):
         fitted(volume(19, 16, 16))
     (record,) = caplog.records
     assert record.getMessage() == (
-        "DynUNet takes sides divisible by 8x8x8: volumes, such as one of 18x16x16 voxels, are padded (to 24x16x16) "
+        "DynUNet needs sides divisible by 8x8x8: volumes, such as one of 18x16x16 voxels, are padded (to 24x16x16) "
         "and outputs cropped"
     )
 

@@ -79,7 +79,7 @@ def test_swin_unetr_and_unetr():
     rule = grid_rule(unetr)
     assert rule.fixed
     assert rule.sides((20, 48, 31)) == (32, 48, 32)
-    with pytest.raises(GridError, match=r"takes volumes of \(32, 48, 32\) voxels only, got \(33, 48, 32\)"):
+    with pytest.raises(GridError, match=r"accepts only volumes of \(32, 48, 32\) voxels, got \(33, 48, 32\)"):
         rule.sides((33, 48, 32))
 
 
@@ -135,8 +135,8 @@ def test_batch_norm_needs_two_blocks():
 
 
 def test_a_network_that_shrinks_its_input_is_refused():
-    with pytest.raises(GridError, match=r"gives no output .*it makes \(1, 1, 30, 30, 30\).*divisors=\(16, 16, 16\)"):
+    with pytest.raises(GridError, match=r"no output .*it returns \(1, 1, 30, 30, 30\).*divisors=\(16, 16, 16\)"):
         grid_divisors(nn.Conv3d(1, 1, 3))
     strided = DynUNet(3, 1, 2, [3] * 3, [2] * 3, [2] * 2, [2] * 3)
-    with pytest.raises(GridError, match="gives no output on its input's grid"):
+    with pytest.raises(GridError, match="returns no output on its input's grid"):
         probe_grid_rule(strided)

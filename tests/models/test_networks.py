@@ -84,7 +84,7 @@ def test_wrong_specs_are_explained(spec, message):
 
 @pytest.mark.parametrize(("name", "remedy"), [("DynUNet", "or strides"), ("UNETR", "or img_size")])
 def test_networks_built_for_a_patch_ask_for_it(name, remedy):
-    with pytest.raises(ConfigError, match=rf"network {name}: .* give patch_size, {remedy}"):
+    with pytest.raises(ConfigError, match=rf"network {name}: .* pass patch_size {remedy}"):
         build(name, patch_size=None)
 
 

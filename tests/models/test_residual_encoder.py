@@ -48,5 +48,5 @@ def test_any_size_fits_its_grid():
 
 
 def test_stages_that_disagree_are_refused():
-    with pytest.raises(ConfigError, match="of the same two stages or more, got 3, 3, 2 and 3 of them"):
+    with pytest.raises(ConfigError, match="for the same number of stages, at least two, got 3, 3, 2 and 3"):
         ResEncUNet(1, 2, **SMALL | {"filters": [4, 8]})

@@ -125,7 +125,7 @@ def test_a_config_builds_it_from_lists():
     ("parameters", "message"),
     [
         ({"strides": (1, 2, 2, 2)}, r"VNet needs strides for its 5 levels, .* got \[1, 2, 2, 2\]"),
-        ({"strides": (2, 2, 2, 2, 2)}, r"first level has the image's grid: its stride is 1, got \(2, 2, 2\)"),
+        ({"strides": (2, 2, 2, 2, 2)}, r"first level has the image's grid: its stride must be 1, got \(2, 2, 2\)"),
         ({"strides": (1, 2, 2, (2, 2), 2)}, r"each a positive whole number or three of them"),
         ({"strides": (1, 2, 2, 0, 2)}, r"each a positive whole number or three of them"),
         ({"kernel_size": [5] * 6}, r"VNet needs kernel_size for its 5 levels"),
@@ -140,5 +140,5 @@ def test_wrong_strides_and_kernels_are_refused(parameters, message):
 
 
 def test_an_image_is_no_volume():
-    with torch.device("meta"), pytest.raises(ConfigError, match=r"volumes only, .*=2; for images use monai"):
+    with torch.device("meta"), pytest.raises(ConfigError, match=r"only volumes .*=2; for 2D images use monai"):
         VNet(spatial_dims=2)

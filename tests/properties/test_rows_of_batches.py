@@ -133,5 +133,5 @@ def test_every_sample_of_an_epoch_is_cut_out_once_wherever_the_epoch_is_entered(
 
 @pytest.mark.parametrize("parts", [[], [(0, 0)], [(0, 3), (2, 4)], [(2, 5)], [(-1, 4)], [(None, 2)], [(0, 4, 2)]])
 def test_rows_that_a_batch_does_not_have_are_refused(parts):
-    with pytest.raises(ConfigError, match="rows must be slices of the 4 rows of a batch"):
+    with pytest.raises(ConfigError, match=r"rows must be separate slices \(start, stop\) of the 4 rows of a batch"):
         batches(4, [slice(*part) for part in parts])

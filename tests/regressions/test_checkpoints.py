@@ -465,7 +465,7 @@ def tear(state):
 
 def test_two_names_of_one_tensor_with_two_values_are_refused():
     """The value of the last name was loaded, such as the raw weights in a file that an older volseg exported."""
-    said = re.escape("a.weight and b.weight are two names of one tensor of the network, but the weights hold different")
+    said = re.escape("a.weight and b.weight are two names of one tensor of the network, but the weights have different")
     for load in (load_weights, partial(transfer_weights, stems={}, heads={}, strict=False)):
         network = Tied()
         before = network.a.weight.clone()

@@ -90,7 +90,7 @@ def test_a_label_in_another_axis_order_is_reordered_without_loss(root, tmp_path,
     reorder(case.label, *ORDERS[order])
     problem = problem_of(root)
     assert problem.kind == "label-reordered"
-    assert "lies in the same place as its image, and stores its voxels in another axis order" in problem.message
+    assert "is in the same place as its image, but stores its voxels in another axis order" in problem.message
     repaired = repair_task(check_task(load_task(root)), tmp_path / "repaired")
     written = nibabel.load(repaired.root / "labelsTr" / "case_00.nii.gz")
     np.testing.assert_array_equal(np.asarray(written.dataobj), before)
@@ -117,10 +117,10 @@ def test_values_next_to_integers_are_printed_in_full(root):
     assert "resampled" not in message
 
 
-POINTED = (lambda content: POINTER, "is a pointer of Git LFS, .*git lfs pull")
+POINTED = (lambda content: POINTER, "is a Git LFS pointer, .*git lfs pull")
 DISGUISES = {
-    ".nii.gz": (gzip.decompress, "is not compressed by gzip, as its name says; rename it to"),
-    ".nii": (lambda content: content, r"is compressed by gzip, .* rename it to volume.nii.gz"),
+    ".nii.gz": (gzip.decompress, "is called .gz, but not compressed with gzip; rename it to"),
+    ".nii": (lambda content: content, r"is compressed with gzip, .* rename it to volume.nii.gz"),
     ".nrrd": POINTED,
     ".mha": POINTED,
 }

@@ -82,7 +82,7 @@ def of_frames(sequence, tag, value):
 
 
 NO_PLACE = {"PlanePositionSequence": None}
-TWICE = r"12 slices lie at 6 place\(s\) .*, a volume needs one at each: a.dcm \(frame 1\) .* and a.dcm \(frame 7\) at"
+TWICE = r"12 slices are at 6 place\(s\) .* needs one slice per place: a.dcm \(frame 1\) .*, a.dcm \(frame 7\) at"
 TURNED = [TRANSVERSE, TRANSVERSE, TRANSVERSE, SAGITTAL, SAGITTAL, CORONAL]
 TURNS = of_frames("PlaneOrientationSequence", "ImageOrientationPatient", TURNED.__getitem__)
 SPACINGS = of_frames("PixelMeasuresSequence", "PixelSpacing", lambda index: [0.75, 0.51 if index == 3 else 0.5])
@@ -117,25 +117,25 @@ OF_FRAMES = [
     (
         [[0, 0, 0], [10, 0, 0], [0, 10, 0], [10, 10, 0]],
         {},
-        r"4 slices lie at 1 place.* at \[0.0, 0.0, 0.0\] mm and .* at \[10.0, 0.0, 0.0\] mm",
+        r"4 slices are at 1 place.* at \[0.0, 0.0, 0.0\] mm, .* at \[10.0, 0.0, 0.0\] mm",
     ),
     (PLACES * 2, {}, TWICE),
     (
         PLACES,
         {"shared": {"PlaneOrientationSequence": None}, "frames": TURNS},
-        r"a.dcm \(frame 4\) has the ImageOrientationPatient .*, a.dcm \(frame 1\) has .* parallel slices",
+        r"a.dcm \(frame 4\) has the ImageOrientationPatient .*, but a.dcm \(frame 1\) has .* parallel slices",
     ),
     (PLACES, {"frames": lambda _: NO_PLACE}, r"\(frame 1\) needs 3 .* \(0020,0032\)"),
     (PLACES, {"frames": lambda _: NO_PLACE, "ImagePositionPatient": [0, 0, 0]}, r"\(frame 1\) needs 3 numbers"),
     (PLACES, {"frames": lambda i: NO_PLACE if i == 4 else {}}, r"\(frame 5\) needs 3 numbers"),
-    (PLACES, {"PerFrameFunctionalGroupsSequence": None}, "holds 6 frames, and its PerFrame.* has 0 items"),
-    (PLACES, {"NumberOfFrames": 5}, "holds 5 frames, and its PerFrame.* has 6 items"),
-    (PLACES, {"NumberOfFrames": None}, "holds 1 frames, and its PerFrame.* has 6 items"),
+    (PLACES, {"PerFrameFunctionalGroupsSequence": None}, "has 6 frames, but its PerFrame.* has 0 items"),
+    (PLACES, {"NumberOfFrames": 5}, "has 5 frames, but its PerFrame.* has 6 items"),
+    (PLACES, {"NumberOfFrames": None}, "has 1 frames, but its PerFrame.* has 6 items"),
     (PLACES, {"SharedFunctionalGroupsSequence": None}, r"needs 6 numbers in DICOM tag \(0020,0037\)"),
     (
         PLACES,
         {"shared": {"PixelMeasuresSequence": None}, "frames": SPACINGS},
-        r"a.dcm \(frame 4\) has the PixelSpacing \[0.75, 0.51\], a.dcm \(frame 1\) has \[0.75, 0.5\]",
+        r"a.dcm \(frame 4\) has the PixelSpacing \[0.75, 0.51\], but a.dcm \(frame 1\) has \[0.75, 0.5\]",
     ),
     (PLACES, {"SegmentationType": "BINARY"}, "is a BINARY DICOM segmentation; convert it"),
     (PLACES, {"SegmentationType": "FRACTIONAL"}, "is a FRACTIONAL DICOM segmentation"),
@@ -143,60 +143,60 @@ OF_FRAMES = [
 OF_ONE_SLICE = [
     (
         {"ImageOrientationPatient": [1, 1.745e-3, 0, -1.745e-3, 1, 0]},
-        "has the ImageOrientationPatient .*, s001.dcm has",
+        "has the ImageOrientationPatient .*, but s001.dcm has",
     ),
-    ({"PixelSpacing": [0.75, 0.6]}, r"has the PixelSpacing \[0.75, 0.6\], s001"),
-    ({"stored": draw_stored(1, (3, 5))}, r"has the size \[5, 3\], s001\.dcm has \[5, 4\]; a volume needs"),
-    ({"BitsStored": 9, "HighBit": 8}, r"values take 9 bits \(BitsStored\), but uses more of the 16"),
+    ({"PixelSpacing": [0.75, 0.6]}, r"has the PixelSpacing \[0.75, 0.6\], but s001"),
+    ({"stored": draw_stored(1, (3, 5))}, r"has the size \[5, 3\], but s001\.dcm has \[5, 4\]; a volume needs"),
+    ({"BitsStored": 9, "HighBit": 8}, r"values of 9 bits \(BitsStored\), but uses more of the 16"),
     ({"HighBit": 14}, "stores 16 of 16 bits per voxel, up to bit 14"),
     ({"BitsStored": 17, "HighBit": 16}, "stores 17 of 16 bits per voxel"),
     ({"PixelRepresentation": 2}, "has the PixelRepresentation 2"),
-    ({"NumberOfFrames": 2}, "holds 2 frames, and its PerFrame.* has 0 items"),
+    ({"NumberOfFrames": 2}, "has 2 frames, but its PerFrame.* has 0 items"),
     ({"NumberOfFrames": 0}, "has the NumberOfFrames '0'"),
     ({"RescaleSlope": 0, "RescaleIntercept": 0}, "has a RescaleSlope of 0"),
     ({"RescaleSlope": [1, 2], "RescaleIntercept": 0}, r"needs 1 number in DICOM tag \(0028,1053\), .* '1.0\\\\2.0'"),
     (
         {"PhotometricInterpretation": "MONOCHROME1"},
-        r"holds MONOCHROME1 with 1 sample\(s\) per pixel; a volume needs grey values, higher ones brighter",
+        r"contains MONOCHROME1 with 1 sample\(s\) per pixel; needed: one grey value, brighter if higher",
     ),
-    ({"PhotometricInterpretation": "PALETTE COLOR"}, r"holds PALETTE COLOR with 1 sample\(s\) per pixel"),
-    ({"PhotometricInterpretation": None}, "holds values of an unknown kind"),
-    ({"ImageType": ["ORIGINAL", "PRIMARY", "M", "ND", "MOSAIC"]}, "is a Siemens mosaic: one image, whose tiles"),
-    ({"ModalityLUTSequence": look_up_table()}, r"maps its stored values by a table \(ModalityLUTSequence\)"),
+    ({"PhotometricInterpretation": "PALETTE COLOR"}, r"contains PALETTE COLOR with 1 sample\(s\) per pixel"),
+    ({"PhotometricInterpretation": None}, "contains values of an unknown kind"),
+    ({"ImageType": ["ORIGINAL", "PRIMARY", "M", "ND", "MOSAIC"]}, "is a Siemens mosaic: one image with the slices"),
+    ({"ModalityLUTSequence": look_up_table()}, r"maps its stored values with a table \(ModalityLUTSequence\)"),
 ]
 """What one of four slices says, the second in order of the places: it contradicts itself or the others. Values that are
 not linear in the stored ones were read as such, and sizes and turns as those of the first."""
 
 OF_ALL_SLICES = [
-    ({"Rows": 3}, r"s001\.dcm holds 40 bytes of pixels, and 1 frame.* of 3 rows of 5 voxels of 16 bits take 30"),
-    ({"Columns": 4}, r"holds 40 bytes of pixels, and 1 frame.* of 4 rows of 4 voxels of 16 bits take 32"),
-    ({"BitsAllocated": 8, "BitsStored": 8, "HighBit": 7}, "holds 40 bytes of pixels"),
+    ({"Rows": 3}, r"s001\.dcm has 40 bytes of pixels, but 1 frame.* of 3 rows of 5 voxels of 16 bits need 30"),
+    ({"Columns": 4}, r"has 40 bytes of pixels, but 1 frame.* of 4 rows of 4 voxels of 16 bits need 32"),
+    ({"BitsAllocated": 8, "BitsStored": 8, "HighBit": 7}, "has 40 bytes of pixels"),
     ({"Columns": 6}, "Expected 48 bytes, got 40"),
     ({"BitsAllocated": 32}, "Expected 80 bytes, got 40"),
-    ({"PixelSpacing": [0.75, -0.5]}, r"has the PixelSpacing \[0.75, -0.5\] mm; needed: two numbers above 0"),
+    ({"PixelSpacing": [0.75, -0.5]}, r"has the PixelSpacing \[0.75, -0.5\] mm; needed: two positive numbers"),
     ({"PixelSpacing": [0, 0]}, r"has the PixelSpacing \[0.0, 0.0\] mm"),
     (
         {"PixelSpacing": None, "ImagerPixelSpacing": [0.3, 0.3]},
-        "PixelSpacing, and the ImagerPixelSpacing of the file is measured at the detector",
+        "PixelSpacing, and the file's ImagerPixelSpacing is measured at the detector",
     ),
     ({"ImageOrientationPatient": [1, 0, 0, 1, 0, 0]}, PERPENDICULAR),
     ({"ImageOrientationPatient": [2, 0, 0, 0, 1, 0]}, PERPENDICULAR),
     ({"ImageOrientationPatient": [0, 0, 0, 0, 0, 0]}, PERPENDICULAR),
-    ({"stored": np.zeros((3, 4, 5), dtype=np.uint8), **RGB}, r"s001\.dcm holds RGB with 3 sample\(s\) per pixel"),
+    ({"stored": np.zeros((3, 4, 5), dtype=np.uint8), **RGB}, r"s001\.dcm contains RGB with 3 sample\(s\) per pixel"),
 ]
 OF_SERIES = [
     (
         12,
         lambda index: {"ImagePositionPatient": place(index // 3), "TemporalPositionIdentifier": index % 3 + 1},
-        "12 slices lie at 4 place.*Put each time, b-value or echo into a folder of its own",
+        "12 slices are at 4 place.*Put each time, b-value or echo into its own folder",
     ),
-    (4, lambda i: {"PixelSpacing": [0.75, 0.5 + 0.25 * (i > 1)]}, r"0.5\], s00.\.dcm has .*0.75\]"),
+    (4, lambda i: {"PixelSpacing": [0.75, 0.5 + 0.25 * (i > 1)]}, r"0.5\], but s00.\.dcm has .*0.75\]"),
     (
         6,
         lambda index: {"FrameOfReferenceUID": f"{SERIES}.{7 + (index == 3)}"},
-        rf"s001.dcm has the FrameOfReferenceUID '{SERIES}.7' and s003.dcm .*'{SERIES}.8'.* or give all of them one if",
+        rf"s001.dcm has the .*UID '{SERIES}.7', but s003.dcm .*'{SERIES}.8'.* set the same for all if",
     ),
-    (6, lambda index: {"Units": ["BQML", "CNTS"][index == 3]}, "s001.dcm has the Units 'BQML' and s003.dcm has 'CNTS'"),
+    (6, lambda index: {"Units": ["BQML", "CNTS"][index == 3]}, "s001.dcm has the Units 'BQML', but s003.dcm has 'CN"),
     (1, lambda _: {}, "is a single slice without SpacingBetweenSlices and SliceThickness"),
 ]
 OF_GEOMETRY = [
@@ -231,10 +231,10 @@ REFUSED = [
         (series(4, lambda i, t=tag: {t: None} if i == 2 else {}, SOPClassUID=uid, Modality=kind), rf"s002\.dcm {said}")
         for (kind, uid), (tag, said) in zip(CLASSES.items(), OF_GEOMETRY * 2, strict=False)
     ),
-    (one_file(DOSES, **DOSE, DoseGridScaling=0.002), r"is a dose \(DoseGridScaling\), which is not read"),
+    (one_file(DOSES, **DOSE, DoseGridScaling=0.002), r"is a dose \(DoseGridScaling\), not an image"),
     (
         one_file(DOSES[:, :, :5].astype(np.uint16), **BY_DETECTOR),
-        "holds 5 frames, and its PerFrame.* has 0 items; a volume needs the position of each frame",
+        "has 5 frames, but its PerFrame.* has 0 items; a volume needs the position of each frame",
     ),
 ]
 

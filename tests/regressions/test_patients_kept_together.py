@@ -76,7 +76,7 @@ def test_configure_sets_evident_groups_with_the_reason(frames, tmp_path):
     assert said.exit_code == 0, said.output
     assert re.search(r"patients +6, by \^\(patient", said.output)
     text = " ".join((tmp_path / "plan.yaml").read_text(encoding="utf-8").replace("#", " ").split())
-    assert "12 cases are of 6 patients: patient001_frame01 and patient001_frame12 are of one" in text
+    assert "12 cases are of 6 patients: patient001_frame01 and patient001_frame12 are of the same one" in text
     config = experiment.load_config(tmp_path / "plan.yaml")
     folds = plan_folds(config, load_task(frames))
     assert len(folds) == 5

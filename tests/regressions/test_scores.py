@@ -55,7 +55,7 @@ def test_two_labels_of_one_name_are_not_taken_for_one_prediction(tmp_path):
 
 
 def test_a_value_with_two_names_is_refused():
-    with pytest.raises(DataError, match=r"got '1=a,01=b', which names 1 twice"):
+    with pytest.raises(DataError, match=r"but '1=a,01=b' names 1 twice"):
         load_label_names("labels", "predictions", "1=a,01=b")
 
 

@@ -259,7 +259,7 @@ def test_a_batch_of_another_size_and_settings_that_cannot_work_are_refused():
     image = torch.zeros(1, 1, *PATCH)
     with pytest.raises(GridError, match=r"needs images of \(\d+, \d+, \d+\) voxels .*got \(12, 10, 8\)"):
         augmentation(image, image, rng())
-    with pytest.raises(ConfigError, match=r"needs num_classes; give it, or choose 'nearest'"):
+    with pytest.raises(ConfigError, match=r"needs num_classes; pass it, or choose 'nearest'"):
         BatchAugmentation(AugmentationConfig(), PATCH)
     with pytest.raises(ConfigError, match=r"three positive sides \(D, H, W\), got \(8, 8\)"):
         BatchAugmentation(AugmentationConfig(label_interpolation="nearest"), (8, 8))

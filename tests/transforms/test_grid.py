@@ -34,7 +34,7 @@ def test_grids_are_apart_as_their_farthest_corners_and_map_to_the_same_place():
 
 def test_rounded_affines_are_one_grid_and_half_a_voxel_is_not():
     grid().require_same(grid(affine=shifted(0.05)), "image", "label")
-    with pytest.raises(GridError, match=r"^label lies up to 0.5 mm away from its image \(at most 0.1 mm, 0.1 voxel\)"):
+    with pytest.raises(GridError, match=r"^label is up to 0.5 mm away from its image \(allowed: 0.1 mm, 0.1 voxel\)"):
         grid().require_same(grid(affine=shifted(0.5)), "image", "label")
     with pytest.raises(GridError, match=r"^label has the shape \(4, 5, 7\), but its image has \(4, 5, 6\); resample"):
         grid().require_same(grid(shape=(4, 5, 7)), "image", "label")

@@ -117,7 +117,7 @@ def test_intensities_of_some_channels_only(step):
     image = run(case_of(voxels), {**step, "channels": [0, 2]})["image"].as_tensor()
     assert torch.equal(image[1], voxels[1])
     assert torch.equal(image[[0, 2]], run(case_of(voxels[[0, 2]]), step)["image"].as_tensor())
-    with pytest.raises(DataError, match=r"image has 3 channel\(s\) and no channel 3; they count from 0"):
+    with pytest.raises(DataError, match=r"image has 3 channel\(s\), but no channel 3 \(numbers start at 0\)"):
         run(case_of(voxels), {**step, "channels": [3]})
 
 
@@ -157,21 +157,21 @@ def test_preprocessing_can_be_sent_to_a_loaders_process(case):
         ({"name": "ZScore", "nonzeros": True}, r"ZScore has no parameter 'nonzeros'; did you mean 'nonzero'\?"),
         ({"name": "Spacing", "spacing": [1, 0, 1]}, "three positive lengths in mm"),
         ({"name": "Spacing", "spacing": [1, 1, 1], "thick_slices": "cubic"}, "linear or nearest, got 'cubic'"),
-        ({"name": "Orientation", "axcodes": "RLS"}, "each body axis once, as RAS or LPI do, got 'RLS'"),
-        ({"name": "ClipZScore"}, "give lower < upper, or percentiles"),
-        ({"name": "ClipZScore", "lower": 3, "upper": 1}, "give lower < upper, or percentiles"),
-        ({"name": "ClipZScore", "lower": 0, "upper": 1, "percentiles": [1, 2]}, "give lower < upper, or percentiles"),
-        ({"name": "ClipZScore", "percentiles": [99, 1]}, "two rising numbers"),
-        ({"name": "ClipZScore", "lower": 0, "upper": 1, "mean": 3}, "mean and a positive std go together"),
-        ({"name": "Pad"}, "give size or multiple"),
-        ({"name": "Pad", "size": [1, 1, 1], "multiple": 2}, "give size or multiple"),
+        ({"name": "Orientation", "axcodes": "RLS"}, "each body axis once, like RAS or LPI, got 'RLS'"),
+        ({"name": "ClipZScore"}, "lower < upper or percentiles, got lower=None"),
+        ({"name": "ClipZScore", "lower": 3, "upper": 1}, "lower < upper or percentiles, got lower=3, upper=1"),
+        ({"name": "ClipZScore", "lower": 0, "upper": 1, "percentiles": [1, 2]}, "lower < upper or percentiles"),
+        ({"name": "ClipZScore", "percentiles": [99, 1]}, "two increasing numbers"),
+        ({"name": "ClipZScore", "lower": 0, "upper": 1, "mean": 3}, "mean needs a positive std, .* mean=3, std=None"),
+        ({"name": "Pad"}, "needed: either size or multiple, got size=None"),
+        ({"name": "Pad", "size": [1, 1, 1], "multiple": 2}, "needed: either size or multiple"),
         ({"name": "Pad", "fields": ["image"], "multiple": 2}, "cannot be set"),
     ],
 )  # fmt: skip
 def test_config_that_cannot_work_is_refused(component, message):
     with pytest.raises(ConfigError, match=message):
         build_preprocessing([component])
-    with pytest.raises(ConfigError, match=r"fields that begin with an image, got \['label'\]"):
+    with pytest.raises(ConfigError, match=r"fields with an image first, got \['label'\]"):
         build_preprocessing([], fields=["label"])
 
 
@@ -209,5 +209,5 @@ def test_a_missing_image_and_an_error_of_a_transform_name_the_case(case):
     with pytest.raises(DataError, match="case knee_7: Pad failed: "):
         run(case, {"name": "Pad", "size": ["a", "b", "c"]})
     del case["image"]
-    with pytest.raises(DataError, match="needs the field 'image', the case has"):
+    with pytest.raises(DataError, match="needs the field 'image', but the case has"):
         run(case)

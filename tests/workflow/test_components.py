@@ -141,7 +141,7 @@ def test_deep_supervision_weighs_the_heads(targets):
         (PARTIAL, "TverskyLoss", {}, "label maps with hidden classes"),
         (REGIONS, "DiceLoss", {"softmax": True}, "has softmax: true, but regions overlap"),
         (REGIONS, "DiceCELoss", {"softmax": True}, "has softmax: true, but regions overlap"),
-        (SPARSE, "DiceCELoss", {"label_smoothing": 0.1}, "takes no class weights, no label smoothing"),
+        (SPARSE, "DiceCELoss", {"label_smoothing": 0.1}, "supports no class weights, no label smoothing"),
     ],
 )
 def test_a_loss_that_would_be_wrong_is_refused(targets, name, parameters, match):

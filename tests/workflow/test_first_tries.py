@@ -90,7 +90,7 @@ def test_a_network_in_the_place_of_a_predictor_is_told(make):
 
 def test_a_predictor_needs_a_network_and_volumes_that_know_their_place():
     network = nn.Conv3d(1, 2, 1)
-    with pytest.raises(ConfigError, match=r"got Named; of a Named network pass its module"):
+    with pytest.raises(ConfigError, match=r"got Named; for a Named network, pass its module"):
         Predictor(model=Named(network, ["image"], ["logits"]), num_classes=2)
     predict = Predictor(model=network, num_classes=2)
     with pytest.raises(BatchFieldError, match=r"needs the affine .*, got a Tensor"):

@@ -66,8 +66,8 @@ class ElasticConfig(_Ranged):
     def _does_not_fold(self) -> Self:
         if self.displacement_voxels[1] > _NO_FOLDING * self.spacing_voxels:
             raise ValueError(
-                f"displacement_voxels of up to {self.displacement_voxels[1]:g} folds the anatomy where control points "
-                f"are {self.spacing_voxels:g} voxels apart; at most {_NO_FOLDING} of that distance is safe"
+                f"displacement_voxels up to {self.displacement_voxels[1]:g} folds the anatomy if control points are "
+                f"{self.spacing_voxels:g} voxels apart; set at most {_NO_FOLDING * self.spacing_voxels:g}"
             )
         return self
 
@@ -138,8 +138,8 @@ class AugmentationConfig(ConfigModel):
     enabled: bool = True
     """Whether batches are augmented."""
     label_interpolation: Literal["linear", "nearest"] = "linear"
-    """``linear``: the class with the largest interpolated share, smooth as in nnU-Net; takes memory of one channel per
-    class. ``nearest``: the label of the nearest voxel, for many classes."""
+    """``linear``: the class with the largest interpolated share, smooth as in nnU-Net; needs the memory of one channel
+    per class. ``nearest``: the label of the nearest voxel, for many classes."""
     margin: Probability = 1.0
     """Share of the border read around the patch; 1 covers the largest rotation and scaling. Lower values read fewer
     voxels, but leave zeros at the patch's corners in rare samples. nnU-Net's margin (one rotation at a time, scaling up

@@ -23,10 +23,10 @@ NEEDED = {
     **dict.fromkeys(SECTIONS, "needed: a section of `key: value` lines"),
     **dict.fromkeys(LISTS, "needed: a list in brackets, such as [40, 40, 40] or [{name: NAME}]"),
     "path_type": "needed: a path, in quotes if it is a number",
-    "string_type": "needed: a text, in quotes if it looks like a number",
-    "string_pattern_mismatch": "needed: letters, digits, '.', '_' and '-', the first of them a letter or a digit",
+    "string_type": "needed: text, in quotes if it looks like a number",
+    "string_pattern_mismatch": "needed: letters, digits, '.', '_' and '-', starting with a letter or a digit",
 }
-"""Sentence by pydantic's type of error, where pydantic's own message has words of Python."""
+"""Message for each pydantic error type whose own message uses Python's terms."""
 
 MISTAKEN = re.compile(
     r"yes|no|on|off"  # truth values of YAML 1.1
@@ -35,7 +35,7 @@ MISTAKEN = re.compile(
     r"|(?=.*e)[-+]?\d+(e[-+]?\d+)?(,\d+(e[-+]?\d+)?)+",
     re.IGNORECASE,
 )
-"""Strings that were meant as numbers or truth values."""
+"""Strings that were probably meant as numbers or truth values."""
 
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
@@ -60,7 +60,7 @@ class _Fields(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _expand_home(cls, value: Any) -> Any:
-        """Expand a leading ``~``, as no shell does in a file or after ``--set output=``."""
+        """Expand a leading ``~``, which no shell expands in a file or after ``--set output=``."""
         return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value
 
     @field_validator("*", mode="before")
@@ -103,13 +103,13 @@ class ComponentConfig(_Fields):
 
     @model_validator(mode="after")
     def _numbers_are_finite(self) -> Self:
-        """Refuse numbers and strings that no component can mean, since parameters have no fields to check them."""
+        """Refuse absurd numbers and probable typing errors: no typed fields check a component's own parameters."""
         for name, value in (self.model_extra or {}).items():
             if (absurd := _find_absurd_number(value)) is not None:
                 raise ValueError(f"{name} must be a finite number of 64 bits at most, got {absurd!r}")
             for item in list_values(value):
                 if isinstance(item, str) and MISTAKEN.fullmatch(item):
-                    raise ValueError(f"{name} is a text; write a number as 0.003 or 1000, true or false, got {item!r}")
+                    raise ValueError(f"{name} is the text {item!r}; write numbers as 0.003 or 1000, or true or false")
         return self
 
     def spec(self) -> dict[str, Any]:
@@ -182,22 +182,22 @@ def _sentence(section: type[BaseModel], error: Any) -> str:
         return f"{where}: unknown key; {did_you_mean(str(last), _section_at(section, parents).model_fields)}"
     message = NEEDED.get(error["type"], error["msg"].removeprefix("Value error, ").replace("Tuple", "A list"))
     if error["type"] in SECTIONS:
-        message += f" with keys of {', '.join(sorted(_section_at(section, (*parents, last)).model_fields))}"
+        message += f" (known keys: {', '.join(sorted(_section_at(section, (*parents, last)).model_fields))})"
     came = error["input"]
     if error["type"] == "missing" and isinstance(last, int):
         key = ".".join(str(part) for part in parents)
         return f"{key}: needed: at least {last + 1} values, got {came!r}"
     if error["type"] == "missing" and isinstance(came, Mapping):
         extra = [str(key) for key in came if key not in _section_at(section, parents).model_fields]
-        if near := get_close_matches(str(last), extra, n=1):  # such a section takes a misspelt key for a parameter
-            return f"{where}: {message}; {near[0]!r} is there, did you mean {last!r}?"
+        if near := get_close_matches(str(last), extra, n=1):  # a component accepts a misspelt key as its own parameter
+            return f"{where}: {message}; found {near[0]!r}, did you mean {last!r}?"
     if error["type"] in ("value_error", "missing") or isinstance(came, Mapping):
         return f"{where}: {message}"
     return f"{where}: {message}, got {came!r}"
 
 
 def _follows(error: Any) -> bool:
-    """Return whether a list is too short only because items were refused; each has an error of its own."""
+    """Return whether a list is too short only because items were refused; each refused item has its own error."""
     return error["type"] == "too_short" and len(error["input"]) >= error["ctx"]["min_length"]
 
 

@@ -1,7 +1,7 @@
-"""Look up what comes with volseg: configs, and the public data sets of the manifests of ``datasets/msd``.
+"""Look up the configs that come with volseg, and the public data sets described by the manifests in ``datasets/msd``.
 
-Both are found in an installation or a source tree. A manifest has the URL of a data set, its checksum, channels,
-labels, sizes and published results; ``datasets/README.md`` gives the source of each number.
+Both are found in an installation and in a source tree. A manifest contains the URL of a data set, its checksum,
+channels, labels, sizes and published results; ``datasets/README.md`` gives the source of each number.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,7 +45,7 @@ def get_public_task(name: str) -> PublicTask:
     Raises
     ------
     DataError
-        If no task has the name, or several have it.
+        If no task, or more than one, has the name.
     """
     tasks = {task.name: task for task in list_public_tasks()}
     wanted = name.strip().casefold()
@@ -76,10 +76,10 @@ def describe_public_task(task: PublicTask) -> str:
         ("cases", f"{task.num_training} with labels, {task.num_test} without"),
         ("channels", format_numbered(enumerate(task.modalities))),
         ("labels", format_numbered(task.labels.items())),
-        *([("a plan", ", ".join(f"{name} {value}" for name, value in plan.items()))] if plan else []),
-        *(("mind", quirk) for quirk in task.manifest.get("quirks", ())),
+        *([("plan", ", ".join(f"{name} {value}" for name, value in plan.items()))] if plan else []),
+        *(("note", quirk) for quirk in task.manifest.get("quirks", ())),
     ]
-    return "\n".join([*align_columns(facts), f"fetch it by: {spell(f'volseg data fetch {task.name}')}"])
+    return "\n".join([*align_columns(facts), f"fetch it with: {spell(f'volseg data fetch {task.name}')}"])
 
 
 def format_numbered(names: Iterable[tuple[int, str]]) -> str:
@@ -102,7 +102,7 @@ def _read(path: Path) -> PublicTask:
 
 
 def _find_manifests() -> Path:
-    """Return the folder of manifests: beside this file in an installation, else in the source tree."""
+    """Return the folder of manifests: next to this file in an installation, else in the source tree."""
     installed = Path(__file__).with_name("manifests")
     return installed if installed.is_dir() else Path(__file__).parents[2] / "datasets" / "msd"
 

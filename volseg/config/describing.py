@@ -1,6 +1,6 @@
-"""Describe a config: by a JSON schema for editors, and by comments beside its values in YAML.
+"""Describe a config by a JSON schema for editors, and by comments above its values in YAML.
 
-With the schema editors complete and explain keys and mark errors. It follows draft 7, which the YAML servers of editors
+With the schema, editors complete keys, explain them and mark errors. It follows draft 7, which editors' YAML servers
 read. Rules that a schema cannot express (two keys that exclude each other) are checked when volseg reads the config.
 The package includes the schema as a file for editors.
 
@@ -33,7 +33,7 @@ KINDS = {
     "OptimizerConfig": "optimizer",
     "ScheduleConfig": "schedule",
 }
-"""Section to its kind of component."""
+"""Kind of component by section."""
 
 KINDS_OF_FIELDS = {
     ("", "preprocessing"): "transform",
@@ -41,7 +41,7 @@ KINDS_OF_FIELDS = {
     ("AugmentationConfig", "own"): "augmentation",
     ("LoggingConfig", "loggers"): "logger",
 }
-"""Section and field to the kind, for lists of plain components."""
+"""Kind of component by section and field, for lists of plain components."""
 
 BY_NAME_ALONE = {"logger"}
 """Kinds whose lists may contain names in place of components."""
@@ -53,7 +53,7 @@ def describe_config(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     Parameters
     ----------
     names
-        Kind of component to the names that editors offer; any other name is valid too, for custom components.
+        Names that editors offer, by kind of component; other names are also valid, for custom components.
     """
     schema = ExperimentConfig.model_json_schema()
     sections = schema.pop("$defs")
@@ -90,7 +90,7 @@ def _as_draft_7(node: Any) -> Any:
     }
     if "prefixItems" in node:
         node["items"], node["additionalItems"] = node.pop("prefixItems"), False
-    if "$ref" in node and len(node) > 1:  # draft 7 ignores other keys beside $ref
+    if "$ref" in node and len(node) > 1:  # draft 7 ignores other keys next to $ref
         node = {**{key: value for key, value in node.items() if key != "$ref"}, "allOf": [{"$ref": node["$ref"]}]}
     if "description" in node and isinstance(node["description"], str):
         node["description"] = " ".join(node["description"].split())
@@ -124,11 +124,11 @@ def write_commented(
     with replacing(path) as partial:
         lines = [*head, *_describe_section(config, "", minimal=minimal)]
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        assert load_config(partial) == config, "the text says something else than the config"
+        assert load_config(partial) == config, "the written text differs from the config"
 
 
 def _describe_section(section: BaseModel, indent: str, *, minimal: bool) -> Iterator[str]:
-    """Yield the lines of a section, each value below its meaning, and below the default if that is another one."""
+    """Yield the lines of a section: each value below its meaning and, if it differs, its default."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         is_default = not field.is_required() and value == field.get_default(call_default_factory=True)
@@ -152,6 +152,6 @@ def _describe_section(section: BaseModel, indent: str, *, minimal: bool) -> Iter
 
 
 def comment(text: str, indent: str = "") -> Iterator[str]:
-    """Yield a text as lines of comments."""
+    """Yield a text as comment lines."""
     start = f"{indent}# "
     yield from textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)

@@ -60,11 +60,11 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"config {path} cannot be read: {fault.strerror}; {_name_configs(Path(path))}") from fault
     if not isinstance(values, dict):
         came = "nothing" if values is None else f"a {type(values).__name__}"
-        raise ConfigError(f"config {path} must hold `key: value` lines, got {came}; volseg configure FOLDER writes one")
+        raise ConfigError(f"config {path} needs `key: value` lines, got {came}; volseg configure FOLDER writes one")
     if values and not {*values} & {*ExperimentConfig.model_fields}.difference({"name", "training"}):
         raise ConfigError(
-            f"{path} is not a config of volseg: it has {', '.join(sorted(map(str, values))[:6])}, and a config has "
-            f"none of these; name a config, or a data set by its folder, such as {Path(path).parent}"
+            f"{path} is not a volseg config: it has the keys {', '.join(sorted(map(str, values))[:6])}; name a config, "
+            f"or the folder of a data set, such as {Path(path).parent}"
         )
     return values
 
@@ -91,9 +91,9 @@ def is_config_file(path: str | Path) -> bool:
 
 
 def _name_configs(path: Path) -> str:
-    """Return advice on the config to name in place of an unreadable file."""
+    """Return advice on which config to name instead of an unreadable file."""
     if (path / "config.yaml").is_file():
-        return f"it is the folder of a run, whose config is {path / 'config.yaml'}"
+        return f"it is a run folder; its config is {path / 'config.yaml'}"
     near = find_near_path(path)
     own = "name a YAML file" if near is None else f"did you mean {str(near)!r}?"
     return f"{own}, or a config that comes with volseg: {did_you_mean(path.stem, list_shipped())}"
@@ -110,7 +110,7 @@ def require_config(config: ExperimentConfig | str | Path) -> ExperimentConfig:
     if isinstance(config, ExperimentConfig):
         return config
     if not isinstance(config, str | Path):
-        raise ConfigError(f"needed: a config of `volseg.load_config`, or the path of a YAML file; got {config!r}")
+        raise ConfigError(f"needed: a config from `volseg.load_config`, or the path of a YAML file; got {config!r}")
     return load_config(config)
 
 
@@ -123,7 +123,7 @@ def override(values: Mapping[str, Any], assignment: str) -> dict[str, Any]:
     path, equals, text = str(assignment).partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys) or len(keys) > DEEPEST:
-        raise ConfigError(f"--set takes key=value such as training.epochs=5, got {assignment[:200]!r}")
+        raise ConfigError(f"--set needs key=value, such as training.epochs=5, got {assignment[:200]!r}")
     value = parse_yaml(text, f"--set {assignment}: the value")
     result = _assigned(values, keys, value, assignment)
     assert isinstance(result, dict)
@@ -175,7 +175,7 @@ def _assigned(node: Any, keys: Sequence[str], value: Any, assignment: str) -> An
     if node is None:
         node = {}
     if not isinstance(node, Mapping):
-        raise ConfigError(f"--set {assignment}: {key!r} lies inside the plain value {node!r}")
+        raise ConfigError(f"--set {assignment}: {key!r} cannot be set in {node!r}, which is not a section")
     return {**node, key: _assigned(node.get(key), rest, value, assignment)}
 
 
@@ -236,7 +236,7 @@ def _as_plain(value: Any) -> Any:
 
 EXAMPLE = "optimizer.lr: {low: 1.0e-4, high: 1.0e-1, log: true}"
 
-FIXED = {"output": "each trial has a folder of its own", "name": "it names the search"}
+FIXED = {"output": "each trial has its own folder", "name": "it is the name of the search"}
 """Keys that a search cannot set."""
 
 
@@ -257,7 +257,7 @@ class RangeConfig(ConfigModel):
         if self.low >= self.high:
             raise ValueError(f"low must be below high, got low: {self.low} and high: {self.high}")
         if self.log and (self.low <= 0 or self.step is not None):
-            raise ValueError(f"log: true takes low above 0 and no step, got low: {self.low} and step: {self.step}")
+            raise ValueError(f"log: true needs low above 0 and no step, got low: {self.low} and step: {self.step}")
         if self.step is not None:
             low, high, step = (Decimal(str(value)) for value in (self.low, self.high, self.step))
             if step <= 0 or (high - low) % step:
@@ -295,7 +295,7 @@ def read_space(path: str | Path) -> Space:
     except OSError as fault:
         raise ConfigError(f"{path} cannot be read: {fault.strerror}; write lines such as {EXAMPLE}") from fault
     if not isinstance(values, dict) or not values:
-        raise ConfigError(f"{path} must hold the keys to search over, in lines such as {EXAMPLE}")
+        raise ConfigError(f"{path} must contain the keys to search over, in lines such as {EXAMPLE}")
     keys = sorted(values, key=lambda key: str(key).count("."))
     return {str(key): _read_values(str(key), values[key], path) for key in keys}
 

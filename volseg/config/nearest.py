@@ -22,9 +22,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def find_near_path(path: Path) -> Path | None:
-    """Return what a missing path probably means, or None.
+    """Return the existing path that a missing one probably means, or None.
 
-    First nnU-Net's data set of the name or number, then a file or folder of a similar name in the same folder.
+    Try nnU-Net's data set with the name or number first, then a file or folder of a similar name in the same folder.
     """
     if path.exists():
         return None

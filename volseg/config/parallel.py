@@ -59,9 +59,9 @@ class ParallelConfig(ConfigModel):
     """Stages of the network, one GPU each."""
     strategy: Literal["none", "auto", "spatial", "pipeline"] = "none"
     """How to distribute a model if the numbers above leave it open: ``spatial`` cuts volumes over all processes;
-    ``auto`` (or ``parallel: auto``) takes the way estimated to be fastest on the GPUs, replicas included."""
+    ``auto`` (or ``parallel: auto``) chooses the strategy estimated to be fastest on the GPUs, replicas included."""
     devices: Count | tuple[str, ...] | None = None
-    """Number or names of one process's GPUs (``cpu`` may be repeated); null takes all visible GPUs."""
+    """Number or names of one process's GPUs (``cpu`` may be repeated); null uses all visible GPUs."""
     split_size: Count | Literal["auto"] | None = None
     """Samples per micro-batch of a pipeline."""
     on_unsupported: Literal["raise", "gather"] = "raise"
@@ -125,8 +125,8 @@ class ParallelConfig(ConfigModel):
         cuts, stages = (self.spatial or 1) > 1, (self.pipeline or 1) > 1
         if stages and (cuts or self.strategy == "spatial"):
             raise ValueError(
-                f"pipeline: {self.pipeline} lays layers over devices, and spatial: {self.spatial} (strategy: "
-                f"{self.strategy}) cuts volumes: a network supports only one of the two; leave the other out"
+                f"pipeline: {self.pipeline} distributes layers over devices, but spatial: {self.spatial} (strategy: "
+                f"{self.strategy}) cuts volumes; a network supports only one of the two, so leave out the other"
             )
         if cuts and self.strategy == "pipeline":
             raise ValueError(
@@ -135,8 +135,8 @@ class ParallelConfig(ConfigModel):
         alone = self.devices in (None, 1)
         if not alone and (self.num_gpus > 1):
             raise ValueError(
-                f"devices: {self.devices} is for a single process, but data: {self.data}, spatial: {self.spatial}, "
-                f"pipeline: {self.pipeline} place the processes of a job; leave out devices"
+                f"devices: {self.devices} applies to a single process, but data: {self.data}, spatial: {self.spatial}, "
+                f"pipeline: {self.pipeline} configure a mesh of {self.num_gpus} GPUs; leave out devices"
             )
         return self
 
@@ -164,29 +164,29 @@ def plan_mesh(parallel: ParallelConfig, num_processes: int, *, batch_size: int, 
     if num_processes > 1 and parallel.devices not in (None, 1):
         raise ConfigError(
             f"{num_processes} processes were started, so parallel.devices must be 1 or left out, got "
-            f"{parallel.devices}; for several devices per process, set parallel.pipeline"
+            f"{parallel.devices}; for more than one device per process, set parallel.pipeline"
         )
     data, spatial, is_open = _fill(parallel, num_processes, batch_size)
     if data > 1 and parallel.model_strategy == "auto":
         raise ConfigError(
-            "parallel.strategy: auto chooses for a model of one process, but parallel.data has several; leave out "
-            "strategy, or set parallel.spatial or parallel.pipeline"
+            f"parallel.strategy: auto distributes a single replica, but there are {data}; leave out strategy, or set "
+            "parallel.spatial or parallel.pipeline"
         )
     if parallel.model_strategy == "pipeline" and num_processes > 1 and parallel.pipeline is None:
         raise ConfigError(
-            f"{num_processes} processes were started, but parallel.strategy: pipeline does not say how many devices "
-            "each of them has; set parallel.pipeline to that number"
+            f"{num_processes} processes were started, but parallel.strategy: pipeline also needs the number of devices "
+            "per process; set parallel.pipeline to it"
         )
     if data > batch_size:
         raise ConfigError(
-            f"{data} replicas (parallel.data) cannot share patch.batch: {batch_size}: each needs a sample; set "
-            f"parallel.data to {batch_size} or less, the rest of the processes cuts volumes, or enlarge patch.batch"
+            f"{data} replicas (parallel.data) cannot share patch.batch: {batch_size}, since each needs a sample; set "
+            f"parallel.data to at most {batch_size}, so that the other processes cut volumes, or increase patch.batch"
         )
     if parallel.checkpoint is not None and parallel.model_strategy == "none" and spatial == 1 and not is_open:
         raise ConfigError(
             f"parallel.checkpoint: {parallel.checkpoint} recomputes activations of the spatial strategy, which does "
-            "not run here; set parallel.strategy: spatial, with parallel.devices: 1 (one process) or "
-            "parallel.spatial: 1 (replicas) where volumes stay whole, or leave out parallel.checkpoint"
+            "not run here; set parallel.strategy: spatial, with parallel.devices: 1 (one process) or parallel.spatial: "
+            "1 (replicas) if volumes are not cut, or leave out parallel.checkpoint"
         )
     along_data, along_spatial = _spread(data, spatial, num_processes, fixed_order)
     return MeshPlan(
@@ -227,15 +227,18 @@ def choose_num_processes(
             for count in counts:
                 if _may_spread(parallel.data or 1, parallel.spatial or 1, count):
                     return count
-        asks = f"--gpus {wanted} asks" if num_gpus is not None else f"the config's mesh ({_describe(parallel)}) asks"
+        source = f"--gpus {wanted}" if num_gpus is not None else f"the config's mesh ({_describe(parallel)})"
         if not visible:
             raise ConfigError(
-                f"{asks} for GPUs, but none is visible; leave that out and one process trains on the CPU, or have "
-                "processes share the CPU by --set device=cpu, which is for trying things out"
+                f"{source} needs GPUs, but none is visible; leave it out to train in one process on the CPU, or let "
+                "processes share the CPU by --set device=cpu, which is for trials"
             )
+        fewer = f"{source} needs {wanted} GPUs, but only {visible} are visible"
+        if num_gpus is not None:
+            raise ConfigError(f"{fewer}; choose at most {visible}")
         raise ConfigError(
-            f"{asks} for more than the {visible} GPU(s) that are visible; set parallel.data and parallel.spatial to "
-            "null and the number of GPUs decides, or with training.deterministic: true fewer compute the same bits"
+            f"{fewer}; set parallel.data and parallel.spatial to null and choose --gpus {visible}, or set "
+            "training.deterministic: true, with which fewer GPUs may compute the same bits"
         )
     if wanted % per_process:
         raise ConfigError(
@@ -293,14 +296,14 @@ def _spread(data: int, spatial: int, num_processes: int, fixed_order: bool) -> t
             if not left and along_data and _halves_to(data, along_data):
                 return along_data, along_spatial
     fewer = (
-        "fewer processes may compute that with training.deterministic: true"
+        "with training.deterministic: true, fewer processes may compute the same"
         if not fixed_order
-        else "in deterministic mode fewer may compute that: of the replicas 1, or a half, a quarter ...; of the slabs 1"
+        else "in deterministic mode, fewer may compute the same: 1, 1/2, 1/4 ... of the replicas, or 1 for all slabs"
     )
     raise ConfigError(
-        f"parallel.data: {data} times parallel.spatial: {spatial} takes {data * spatial} processes, but there are "
-        f"{num_processes}; start as many (volseg train does, or torchrun), or set one of the two to null, which takes "
-        f"what is left; {fewer}"
+        f"parallel.data: {data} times parallel.spatial: {spatial} needs {data * spatial} processes, but there are "
+        f"{num_processes}; start as many with volseg train or torchrun, or set one of the two to null to derive it "
+        f"from the number of processes; {fewer}"
     )
 
 

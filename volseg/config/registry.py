@@ -94,7 +94,7 @@ class Source:
         try:
             return read_record(cls, content)
         except ValueError as fault:
-            raise DataError(f"{file} should say where each component came from ({fault}); restore it") from fault
+            raise DataError(f"{file} should name each component's source ({fault}); restore the file") from fault
 
 
 class Registry(Mapping[str, Callable[..., Any]]):
@@ -140,10 +140,10 @@ class Registry(Mapping[str, Callable[..., Any]]):
     def register(self, name: str, component: Callable[..., Any], source: Source | None = None) -> None:
         """Add a custom component under an unused name."""
         if not (isinstance(name, str) and name and callable(component)):
-            raise ConfigError(f"a {self.kind} is registered as a name and a class or function, got {name!r}")
+            raise ConfigError(f"a {self.kind} needs a name and a class or function, got {name!r} and {component!r}")
         if name in self:
             raise ConfigError(
-                f"a {self.kind} called {name!r} exists already ({self.get_source(name) or 'built in'}); "
+                f"a {self.kind} called {name!r} already exists ({self.get_source(name) or 'built in'}); "
                 "choose another name"
             )
         self._components[name] = component
@@ -225,7 +225,7 @@ def explain_import(fault: ImportError) -> str:
     # MONAI's optional imports have the name only in their message: "import einops (No module named 'einops')."
     named = re.search(r"No module named '([\w.]+)'", str(fault))
     module = fault.name or (named.group(1) if named else None)
-    remedy = f"install it, as by: pip install {module.partition('.')[0]}" if module else "install what it names"
+    remedy = f"install it: pip install {module.partition('.')[0]}" if module else "install that package"
     return f"needs a package that cannot be imported ({str(fault).strip().partition(chr(10))[0]}); {remedy}"
 
 

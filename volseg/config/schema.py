@@ -45,7 +45,7 @@ class InferenceConfig(ConfigModel):
     """Windows per pass of the network; null: as many as keep the GPU busy and fit its memory, one on a CPU."""
     record: bool = True
     """Record the pass of a batch of windows as a CUDA graph and replay it, after the training and in `volseg predict`;
-    ``training.kernels: auto`` can then take the fast kernels there too."""
+    ``training.kernels: auto`` can then use the fast kernels there too."""
     skip_background: bool = False
     """Count windows in which the preprocessed image has one value, such as clipped air, as background, without a pass
     of the network. Not for structures of uniform intensity."""
@@ -60,7 +60,7 @@ class EvaluationConfig(ConfigModel):
     distances: bool = True
     """Measure HD95, HD and ASSD in mm, and NSD if it has a tolerance."""
     tolerance: Tolerance | dict[str, Tolerance] | None = None
-    """Tolerance of NSD in mm, one for all labels or one per label name; null takes the task manifest's, if any."""
+    """Tolerance of NSD in mm, one for all labels or one per label name; null uses the task manifest's, if any."""
     lesions: tuple[str, ...] = ()
     """Labels that mark lesions; the validation counts the lesions found."""
     lesion_overlap: Annotated[float, Field(gt=0, le=1)] = 0.1
@@ -96,7 +96,7 @@ class ExperimentConfig(ConfigModel):
     seed: Seed = 12345
     """Seed of all random numbers except the folds (``split.seed``)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the computation; ``auto`` takes GPUs if there are any."""
+    """Device of the computation; ``auto`` uses GPUs if there are any."""
     data: DataConfig
     """Location and storage of the cases."""
     split: SplitConfig = SplitConfig()
@@ -144,7 +144,7 @@ class ExperimentConfig(ConfigModel):
         kernels, strategy = self.training.kernels, self.parallel.model_strategy
         if kernels not in KERNELS_OF[strategy]:
             raise ValueError(
-                f"training.kernels is {kernels}, which parallel.strategy: {strategy} does not run; it takes "
+                f"training.kernels is {kernels}, but parallel.strategy: {strategy} supports only "
                 f"{' or '.join(KERNELS_OF[strategy])}"
             )
         if self.training.deterministic and kernels in UNSETTLED_KERNELS:
@@ -153,22 +153,22 @@ class ExperimentConfig(ConfigModel):
                 "training.deterministic: true promises the same bits each time; set kernels to auto, fast or torch"
             )
         if self.training.patience is not None and self.training.validate_every is None:
-            raise ValueError("training.patience counts validations, but training.validate_every is null; leave one out")
+            raise ValueError("training.patience needs validations, but training.validate_every is null; leave out one")
         return self
 
     @model_validator(mode="after")
     def _training_goes_with_its_devices(self) -> "ExperimentConfig":
         if self.patch.growth and self.parallel.may_cut:
             raise ValueError(
-                "patch.growth changes the size of volumes, for which parallel has settled who computes what; train "
-                "without patch.growth, or on whole volumes (parallel.data, and parallel.strategy: spatial with "
-                "parallel.devices: 1 or parallel.spatial: 1 where activations are recomputed)"
+                "patch.growth changes the size of volumes, but parallel divides volumes or layers between devices for "
+                "one size; train without patch.growth, or on whole volumes (set parallel.data and, to recompute "
+                "activations, parallel.strategy: spatial with parallel.devices: 1 or parallel.spatial: 1)"
             )
         data, batch = self.parallel.data, self.patch.batch
         if data is not None and data > batch:
             raise ValueError(
-                f"parallel.data is {data} and patch.batch {batch}: each replica needs a sample of the batch, which is "
-                "that of all together"
+                f"parallel.data is {data}, but patch.batch is {batch}, the samples of all replicas together; set "
+                f"parallel.data to at most {batch}, or increase patch.batch"
             )
         if self.training.deterministic and self.parallel.on_oom == "replan":
             raise ValueError(
@@ -209,7 +209,7 @@ class ExperimentConfig(ConfigModel):
             If other values of the config exclude these numbers.
         """
         parallel = {**self.parallel.model_dump(), "data": plan.data, "spatial": plan.spatial}
-        source = f"parallel.data: {plan.data} and parallel.spatial: {plan.spatial}, which the processes come to,"
+        source = f"parallel.data: {plan.data} and parallel.spatial: {plan.spatial}, as the processes require,"
         return validated(ExperimentConfig, {**self.model_dump(), "parallel": parallel}, source)
 
     def located(self) -> "ExperimentConfig":

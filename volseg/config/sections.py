@@ -33,7 +33,7 @@ class DataConfig(ConfigModel):
     """Folder of a data set (MSD, nnU-Net, pairs of images and labels), its parent or its image folder; or a table
     of paths (CSV)."""
     skip_bad: bool = False
-    """Leave out bad cases and list them in the report, instead of an error before the training."""
+    """Leave out bad cases and list them in the report instead of raising an error before the training."""
     keep: Literal["auto", "device", "memory"] = "auto"
     """Where preprocessed cases are kept: ``auto`` keeps as many as fit, smallest first, on the GPU, and the rest in
     main memory. Batches are bit-identical either way."""
@@ -41,7 +41,8 @@ class DataConfig(ConfigModel):
     """GiB of GPU memory that ``keep: auto`` may use for cases; null means 30 % of the free memory."""
     weights: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default_factory=dict)
     """How often patches of a training case are drawn, relative to the default of 1, by case names or patterns:
-    ``{pseudo_*: 0.3, case_07: 0}``. The last match counts; 0 means never. Replaces the column ``weight`` of a table."""
+    ``{pseudo_*: 0.3, case_07: 0}``. The last match applies; 0 means never. Replaces the column ``weight`` of a
+    table."""
     previous_stage: Path | None = None
     """Cross-validation folder of a coarser network, whose label maps become further channels of the images (nnU-Net's
     cascade) by ``{name: PreviousStage}`` in ``preprocessing``."""
@@ -65,7 +66,7 @@ class SplitConfig(ConfigModel):
     """Seed of the folds; the default is nnU-Net's KFold(5, shuffle=True, random_state=12345) over sorted case ids."""
     file: Path | None = None
     """Split file in nnU-Net's format, ``[{"train": [...], "val": [...]}, ...]``; ``fold`` is an index into it. Without
-    a file, the columns ``fold`` or ``split`` of a table count."""
+    a file, the columns ``fold`` or ``split`` of a table apply."""
     group: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     """How cases are grouped by patient; no patient both trains and validates. A regular expression with one group in
     parentheses, searched in case names, such as ``^(patient\\d+)``; a column name of the table; or ``PatientID`` of
@@ -100,8 +101,8 @@ def compile_group(group: str) -> re.Pattern[str]:
         raise ConfigError(f"{group!r} is not a regular expression: {fault}") from fault
     if pattern.groups != 1:
         raise ConfigError(
-            f"the pattern {group!r} has {pattern.groups} groups in parentheses; needed: one, which holds the patient. "
-            "(?:...) does not count"
+            f"the pattern {group!r} has {pattern.groups} groups in parentheses; needed: one, which matches the "
+            "patient; (?:...) does not count"
         )
     return pattern
 
@@ -119,9 +120,9 @@ class NetworkConfig(ComponentConfig):
     @model_validator(mode="after")
     def _has_logits(self) -> Self:
         if "logits" not in self.outputs or len(set(self.outputs)) < len(self.outputs):
-            raise ValueError(f"outputs must be different names, logits among them, got {list(self.outputs)}")
+            raise ValueError(f"outputs must be different names, including logits, got {list(self.outputs)}")
         if taken := sorted(BATCH_FIELDS & {*self.outputs}):
-            raise ValueError(f"outputs cannot be called {taken[0]}, as a field of the batch is")
+            raise ValueError(f"outputs cannot be called {taken[0]}, the name of a field of the batch")
         return self
 
 
@@ -150,7 +151,7 @@ class LossConfig(ComponentConfig):
     def _is_no_factor(cls, value: Any) -> Any:
         """Refuse a single number, which probably means ``factor``."""
         if isinstance(value, int | float) and not isinstance(value, bool):
-            raise ValueError(f"needed: a list of class weights; for the term's share of the sum write factor: {value}")
+            raise ValueError(f"needed: a list of class weights; to scale the whole term, write factor: {value}")
         return value
 
     def spec(self) -> dict[str, Any]:
@@ -212,8 +213,8 @@ class PatchConfig(ConfigModel):
         shrinks = any(a > b for one, other in pairwise(self.sizes) for a, b in zip(one, other, strict=True))
         if shrinks or any(one >= other for one, other in pairwise(ends)):
             raise ValueError(
-                "patch.growth lists parts of the training in their order, each until later than the one before and no "
-                f"side larger than in the next, up to patch.size {list(self.size)}; got "
+                "patch.growth must list parts of the training in order, with increasing until and no side larger than "
+                f"in the next part or in patch.size {list(self.size)}; got "
                 f"{[(stage.until, list(stage.size)) for stage in self.growth]}"
             )
         return self
@@ -246,7 +247,7 @@ class TrainingConfig(ConfigModel):
     iterations: Count = 250
     """Batches per epoch."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Precision of activations and gradients; ``auto`` takes bf16 on GPUs of compute capability 8.0 or higher, fp16 on
+    """Precision of activations and gradients; ``auto`` uses bf16 on GPUs of compute capability 8.0 or higher, fp16 on
     older GPUs, and fp32 on a CPU. Weights are always float32."""
     clip: Positive | None = 12.0
     """Largest norm of the gradient; null does not clip."""
@@ -263,12 +264,12 @@ class TrainingConfig(ConfigModel):
     """Kernels of a network on one GPU. ``fast``: volseg's, which ``parallel.strategy: spatial`` also runs on every GPU.
     ``torch``: torch's and cuDNN's. ``compiled``: torch.compile's for the training pass and torch's for evaluation; the
     step is still recorded. All compute the same up to round-off, and a run can be resumed, validated and used for
-    prediction with any of them. ``auto`` takes the fast kernels where they pay: on a GPU that has them, if the step is
-    recorded and computed in bfloat16 and all functions of the network have a fast kernel; else torch's, with the reason
-    in the log. ``fast`` and ``compiled`` are refused if unavailable. ``measured`` times some steps with each at the
-    start of a training, takes the fastest, and keeps it when the run is resumed."""
+    prediction with any of them. ``auto`` uses the fast kernels where they save time: on a GPU that has them, if the
+    step is recorded and computed in bfloat16 and all functions of the network have a fast kernel; else torch's, with
+    the reason in the log. ``fast`` and ``compiled`` are refused if unavailable. ``measured`` times some steps with each
+    at the start of a training, chooses the fastest, and keeps it when the run is resumed."""
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
-    """Layout of weights and activations on a GPU; auto measures which is faster for this network and patch, or takes
+    """Layout of weights and activations on a GPU; auto measures which is faster for this network and patch, or uses
     contiguous in deterministic mode. The fast kernels always use channels last."""
     record: bool = True
     """Record the training step as a CUDA graph if possible."""
@@ -280,7 +281,7 @@ class TrainingConfig(ConfigModel):
     start_from: Path | None = None
     """Initial weights: any model for ``volseg predict`` (of several folds, name one), or only weights: a
     ``.safetensors`` file, a ``state_dict``, a MONAI bundle. Averaged weights take precedence. Heads for other labels
-    are initialized anew, and a first convolution for other channels is adapted."""
+    get new random weights, and a first convolution for other channels is adapted."""
     start_strict: bool = True
     """Refuse initial weights if any are missing, unused or of another shape; false loads the weights that fit."""
     frozen: tuple[str, ...] = ()

@@ -72,7 +72,7 @@ def read_yaml(path: Path, source: str) -> Any:
         text = decode_text(read_bytes(path, 4 * MOST_CHARACTERS))
     except ValueError as fault:
         raise ConfigError(
-            f"{source} is {fault}; name a YAML file, saved as UTF-8, or a data set by its folder"
+            f"{source} is {fault}; name a YAML file saved as UTF-8, or the folder of a data set"
         ) from fault
     return parse_yaml(text, source)
 
@@ -91,7 +91,7 @@ def parse_yaml(text: str, source: str) -> Any:
     {'lr': 0.001}
     """
     if len(text) > MOST_CHARACTERS:
-        raise ConfigError(f"{source} has {len(text)} characters, needed: {MOST_CHARACTERS} at most")
+        raise ConfigError(f"{source} has {len(text)} characters; needed: at most {MOST_CHARACTERS}")
     try:
         return _Builder(yaml.parse(text, Loader=PARSER)).build()
     except yaml.MarkedYAMLError as fault:
@@ -107,7 +107,7 @@ def _explain(fault: yaml.MarkedYAMLError, text: str) -> str:
         return problem
     lines = text.splitlines() or [""]
     shown = lines[min(mark.line, len(lines) - 1)]
-    remedy = "\nindent by spaces: YAML takes no tabs" if "\t" in shown[: mark.column + 1] else ""
+    remedy = "\nindent with spaces: YAML does not allow tabs" if "\t" in shown[: mark.column + 1] else ""
     return f"{problem}\n  in line {mark.line + 1}, column {mark.column + 1}: {shown[:80]!r}{remedy}"
 
 
@@ -126,24 +126,24 @@ class _Builder:
             return None
         assert isinstance(start, yaml.DocumentStartEvent)
         if start.version not in (None, (1, 2)):
-            _refuse(start, "it declares another version of YAML than 1.2; remove the line %YAML")
+            _refuse(start, "it declares a version of YAML other than 1.2; remove the %YAML line")
         value = self._build(next(self._events), 0)
         next(self._events)  # the document's end
         if not isinstance(further := next(self._events), yaml.StreamEndEvent):
-            _refuse(further, "a second document begins; keep one, without `---` between")
+            _refuse(further, "a second document begins here; keep only one")
         return value
 
     def _build(self, event: Any, depth: int) -> Any:
         """Return the value that begins with an event."""
         self._num_values += 1
         if self._num_values > MOST_VALUES:
-            _refuse(event, f"it holds more than {MOST_VALUES} values")
+            _refuse(event, f"it contains more than {MOST_VALUES} values")
         if depth > DEEPEST:
             _refuse(event, f"it is nested too deeply: more than {DEEPEST} levels")
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            _refuse(event, f"anchors and aliases (&{event.anchor}) are not read; write the value in each place")
+            _refuse(event, f"anchors and aliases (&{event.anchor}) are not supported; write the value in each place")
         if event.tag is not None:
-            _refuse(event, f"tags ({event.tag}) are not read; write the plain value, a text in quotes")
+            _refuse(event, f"tags ({event.tag}) are not supported; write the plain value, with quotes around text")
         if isinstance(event, yaml.ScalarEvent):
             return _parse_scalar(event)
         if isinstance(event, yaml.SequenceStartEvent):
@@ -158,9 +158,9 @@ class _Builder:
 
     def _build_key(self, event: Any, depth: int) -> Hashable:
         if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and event.value == "<<":
-            _refuse(event, "merge keys (<<) are not read; write the keys in each place")
+            _refuse(event, "merge keys (<<) are not supported; write the keys in each place")
         if isinstance(event, yaml.SequenceStartEvent | yaml.MappingStartEvent):
-            _refuse(event, "a key is a list or a section; needed: a text")
+            _refuse(event, "a key is a list or a section; needed: text")
         key: Hashable = self._build(event, depth + 1)
         if isinstance(key, int) and abs(key) >= 2**63:  # thousands of such keys can have the same hash
             _refuse(event, f"a key is the number {str(key)[:40]}..., which needs more than 64 bits")
@@ -179,12 +179,12 @@ def _parse_scalar(event: yaml.ScalarEvent) -> Any:
             return WORDS[text]
         if INTEGER.fullmatch(text):
             if len(text) > MOST_DIGITS:
-                _refuse(event, f"a number has {len(text)} digits; needed: {MOST_DIGITS} at most")
+                _refuse(event, f"a number has {len(text)} digits; needed: at most {MOST_DIGITS}")
             return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
         if FLOAT.fullmatch(text):
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     if SURROGATE.search(text):
-        _refuse(event, "an escape stands for a surrogate, which is half a character; write the character itself")
+        _refuse(event, "an escape sequence denotes a surrogate, which is half a character; write the character itself")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Batches with augmentation on the training device, each a function of only seed, epoch and position."""
+"""Augmented batches on the training device; each depends only on seed, epoch and position."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -18,17 +18,17 @@ from volseg.transforms.augmentation.triton_reading import PatchSources
 
 
 class EpochBatches(Protocol):
-    """Batches of any epoch, from any position on."""
+    """Batches of any epoch, starting at any position."""
 
     def __len__(self) -> int:
         """Batches per epoch."""
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """Yield the epoch's batches from batch ``start`` on."""
+        """Yield the epoch's batches, starting with batch ``start``."""
 
 
 def remaining_batches(batches: Iterable[Batch] | EpochBatches, number: int, start: int) -> Iterator[Batch]:
-    """Return the epoch's batches from batch ``start`` on; a plain iterable is drawn and skipped up to there."""
+    """Return the epoch's batches, starting with batch ``start``; the batches before it are skipped in an iterable."""
     epoch = getattr(batches, "epoch", None)
     if epoch is not None:
         return iter(epoch(number, start=start))
@@ -41,8 +41,8 @@ class AugmentedBatches:
 
     The random numbers of every batch are seeded by (seed, epoch, position). So a training resumed in the middle of an
     epoch sees the same batches, without any state to save. On a GPU, cutting and augmenting are captured as one CUDA
-    graph, which runs beside the training on the batch before. Patches of cases in main memory are copied to the GPU
-    beside it, too. The bits of a batch do not depend on the place of its cases.
+    graph, which runs during the training on the batch before, like the copies of patches from main memory. The bits of
+    a batch do not depend on where its cases are stored.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class AugmentedBatches:
     rows : sequence of slice, optional
         Rows of each batch that this process computes, one slice per replica; all by default. The random numbers are
         those of the whole batch, so a row is the same as in one process: on a CPU bit for bit, with as many threads. On
-        a GPU the bits of a slice depend only on its own rows, as each slice is augmented by itself.
+        a GPU the bits of a slice depend only on its own rows, as each slice is augmented separately.
     own : OwnAugmentations, optional
         Applied to each sample after ``augmentation``, with random numbers for its place in the whole batch. They are
         never part of a capture, which a user's code may not support.
@@ -65,7 +65,7 @@ class AugmentedBatches:
     Raises
     ------
     ConfigError
-        For rows that a batch does not have.
+        If ``rows`` are not separate slices of a batch.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class AugmentedBatches:
         _check_rows(self.rows, batches.batch_size)
         self.seed = seed
         self.generator = torch.Generator(device)
-        self._own_generator = torch.Generator(device)  # a capture holds the other generator
+        self._own_generator = torch.Generator(device)  # a capture uses the other generator
         self._recording: RecordedFunction | None = None
         self._boxes: tuple[Tensor, Tensor] | None = None
         self._fused = self.generator.device.type == "cuda" and triton_reading.available()
@@ -101,9 +101,9 @@ class AugmentedBatches:
         return self.batches.batch_size
 
     def release(self) -> None:
-        """Free the capture and the copied patches; a later batch makes them anew."""
+        """Free the capture and the copied patches; a later batch creates them again."""
         if self._recording is not None:
-            self._stream.synchronize()  # the last batch is made during the training on the batch before
+            self._stream.synchronize()  # the last batch is computed during the training on the batch before
             self._recording.release()
         self._recording = self._boxes = None
 
@@ -125,11 +125,11 @@ class AugmentedBatches:
         return self._draw_next()
 
     def _draw_next(self) -> AugmentationParameters:
-        """Draw for the whole batch, for any ``rows``: a row's numbers depend on its place in the batch."""
+        """Draw for the whole batch, not only for ``rows``: a row's numbers depend on its place in the batch."""
         return self.augmentation.sample(self.batches.batch_size, self.generator, self.batches.cache.num_channels)
 
     def _make_recorded(self, number: int, start: int) -> Iterator[Batch]:
-        """Make each batch while the consumer's work on the batch before runs."""
+        """Compute each batch while the consumer works on the batch before."""
         places = self.batches.places(number, self.rows)
         for indices in places.on_device:
             # A loop that ends in mid-epoch frees them while the batch ahead may still read them.
@@ -142,7 +142,7 @@ class AugmentedBatches:
                 self._bring(fetched, len(places.names[position]))
                 where = dict(zip(("begins", "shapes", "corners"), places.at(position), strict=True))
                 if self._recording is None:
-                    # One eager run fills the augmentation's caches; the seed below makes its draw void.
+                    # One eager run fills the augmentation's caches; the seed below discards its draw.
                     self._cut_and_augment(**where)
                     self._recording = RecordedFunction(
                         self._cut_and_augment, where, generators=[self.generator], stream=self._stream
@@ -164,7 +164,7 @@ class AugmentedBatches:
                 yield {**batch, "case": places.names[position]}
 
     def _bring(self, fetched: Sequence[Tensor], count: int) -> None:
-        """Copy the fetched values of ``count`` patches to the device, after the batch that reads there now."""
+        """Copy the fetched values of ``count`` patches to the device, once the batch before has read its own there."""
         for box, values in zip(self._make_room(count), fetched, strict=True):
             box[: len(values)].copy_(values, non_blocking=True)
 
@@ -178,7 +178,7 @@ class AugmentedBatches:
         return self._boxes
 
     def _augment_more(self, batch: dict[str, Tensor], number: int, position: int) -> dict[str, Tensor]:
-        """Apply the user's own augmentations to each sample of a batch."""
+        """Apply the custom augmentations to each sample of a batch."""
         if not self.own:
             return batch
         places = [place for part in self.rows for place in range(part.start, part.stop)]
@@ -192,7 +192,7 @@ class AugmentedBatches:
         return {"image": torch.stack(images), "label": torch.stack(labels)}
 
     def _cut_and_augment(self, begins: Tensor, shapes: Tensor, corners: Tensor) -> dict[str, Tensor]:
-        """Return the wanted rows of the batch whose patches have these places; see `PatchSources`."""
+        """Return this process's rows of a batch, given the places of its patches; see `PatchSources`."""
         cache, parameters = self.batches.cache, self._draw_next()
         sources = PatchSources(cache.stored, self._make_room(len(begins)), begins, shapes, corners)
         ends = list(accumulate(part.stop - part.start for part in self.rows))
@@ -220,16 +220,16 @@ def _check_rows(rows: Sequence[slice], batch_size: int) -> None:
     bounds = [0, *(bound for pair in ends for bound in pair), batch_size]
     if not rows or len(ends) < len(rows) or bounds != sorted(bounds) or any(first == last for first, last in ends):
         raise ConfigError(
-            f"rows must be slices of the {batch_size} rows of a batch, each with first and last row and none twice, "
-            f"got {list(rows)}; Replicas.deal gives them"
+            f"rows must be separate slices (start, stop) of the {batch_size} rows of a batch, none empty, got "
+            f"{list(rows)}; Replicas.deal returns such slices"
         )
 
 
 class GrowingBatches:
     """Batches with a patch size that depends on the epoch; all epochs have the same length.
 
-    The size of an epoch follows only from its number, as its batches do: a training resumed in any epoch sees the same
-    batches.
+    The patch size and the batches of an epoch depend only on its number, so a training resumed in any epoch sees the
+    same batches.
 
     Parameters
     ----------
@@ -249,7 +249,7 @@ class GrowingBatches:
         return self.of_epoch(0).batch_size
 
     def changes_at(self, epoch: int) -> bool:
-        """Return whether the patches of an epoch have another size than those of the epoch before."""
+        """Return whether the patch size of an epoch differs from that of the epoch before."""
         return epoch > 0 and self.of_epoch(epoch) is not self.of_epoch(epoch - 1)
 
     def release_before(self, epoch: int) -> None:

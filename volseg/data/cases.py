@@ -1,11 +1,11 @@
 """Definitions of a case, a batch and a task, and the split of cases into training and validation.
 
 The folds are nnU-Net's: scikit-learn's ``KFold(5, shuffle=True, random_state=12345)`` over the sorted case ids, so that
-a Dice can be compared with published ones fold by fold. Ten lines replace scikit-learn.
+a Dice can be compared with published values fold by fold. Ten lines replace scikit-learn.
 
-If several cases are of one patient, patients are dealt instead of cases: shuffled by the same generator, the patient
-with the most cases first, each to the fold with the fewest cases so far. Folds differ by no more cases than the largest
-patient has.
+If patients have several cases, patients are dealt instead of cases: shuffled by the same generator, sorted by their
+number of cases (most first), each to the fold with the fewest cases so far. Two folds differ by at most the number of
+cases of the largest patient.
 """
 
 import json
@@ -36,9 +36,9 @@ class Split:
             raise DataError(f"a split needs cases to train on, got none ({len(self.validation)} for validation)")
         for side, ids in (("training", self.training), ("validation", self.validation)):
             if doubled := list_duplicates(ids):
-                raise DataError(f"{_list_ids(doubled)} occur twice among the {side} cases; keep each once")
+                raise DataError(f"{_list_ids(doubled)} occur twice among the {side} cases; list each once")
         if shared := sorted(set(self.training) & set(self.validation)):
-            raise DataError(f"{_list_ids(shared)} stand in training and in validation; keep each in one of them")
+            raise DataError(f"{_list_ids(shared)} are in both training and validation; keep each in only one")
 
 
 def folds(
@@ -70,11 +70,11 @@ def folds(
     """
     names = sorted(ids)
     if doubled := list_duplicates(names):
-        raise DataError(f"case ids must be unique, but {_list_ids(doubled)} came twice")
+        raise DataError(f"case ids must be unique, but {_list_ids(doubled)} occur twice")
     if not 2 <= num_folds <= len(names):
         fewer = f"split.num_folds to {max(2, min(num_folds, len(names)))}, or " if len(names) > 1 else ""
         raise DataError(
-            f"need 2 folds or more, and a case for each, got {num_folds} folds of {len(names)} cases; "
+            f"needed: at least 2 folds and a case per fold, got {num_folds} folds of {len(names)} cases; "
             f"set {fewer}split.validation to none"
         )
     if groups is not None and len(patients := _gather_patients(names, groups)) < len(names):
@@ -92,14 +92,14 @@ def folds(
 
 
 def _shuffle(count: int, seed: int) -> np.ndarray:
-    # The legacy generator on purpose: it defines scikit-learn's folds.
+    # The legacy generator defines scikit-learn's folds.
     return np.random.RandomState(seed).permutation(count)
 
 
 def _gather_patients(names: Sequence[str], groups: Mapping[str, str]) -> list[list[str]]:
     """Return the cases of each patient, in the order of their first cases; patients may have any names."""
     if missing := [name for name in names if name not in groups]:
-        raise DataError(f"folds by patient need the patient of each case; {_list_ids(missing)} have none")
+        raise DataError(f"folds by patient need the patient of each case, but {_list_ids(missing)} have none")
     cases: dict[str, list[str]] = defaultdict(list)
     for name in names:
         cases[groups[name]].append(name)
@@ -112,18 +112,18 @@ def _deal_patients(patients: Sequence[Sequence[str]], num_folds: int, seed: int)
         num_cases = sum(map(len, patients))
         remedy = f"set split.num_folds to {len(patients)}" if len(patients) > 1 else "set split.validation to none"
         raise DataError(
-            f"need a patient for each fold, got {num_folds} folds of {len(patients)} patients ({num_cases} cases, by "
-            f"split.group); {remedy}, or split.group to none if each case is of a patient of its own"
+            f"needed: at least one patient per fold, got {num_folds} folds of {len(patients)} patients ({num_cases} "
+            f"cases, by split.group); {remedy}, or split.group to none if each case is of a different patient"
         )
     shuffled = [patients[index] for index in _shuffle(len(patients), seed)]
     dealt: list[set[str]] = [set() for _ in range(num_folds)]
-    for cases in sorted(shuffled, key=len, reverse=True):  # a stable sort: the generator orders those of one size
+    for cases in sorted(shuffled, key=len, reverse=True):  # stable: equal counts stay shuffled
         min(dealt, key=len).update(cases)
     return dealt
 
 
 def write_splits(path: str | Path, splits: Sequence[Split]) -> Path:
-    """Write splits in the shape of nnU-Net's ``splits_final.json``, all or nothing."""
+    """Write splits in the format of nnU-Net's ``splits_final.json``, atomically."""
     path = Path(path)
     text = json.dumps([{"train": split.training, "val": split.validation} for split in splits], indent=1)
     with replacing(path) as partial:
@@ -132,7 +132,7 @@ def write_splits(path: str | Path, splits: Sequence[Split]) -> Path:
 
 
 def read_splits(path: str | Path, ids: Iterable[str] | None = None) -> list[Split]:
-    """Read splits in the shape of nnU-Net's ``splits_final.json``: ``[{"train": [...], "val": [...]}, ...]``.
+    """Read splits in the format of nnU-Net's ``splits_final.json``: ``[{"train": [...], "val": [...]}, ...]``.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def read_splits(path: str | Path, ids: Iterable[str] | None = None) -> list[Spli
     Raises
     ------
     DataError
-        If the file has another shape, or a split overlaps, repeats an id or names an unknown one.
+        If the file has another format, or a split overlaps, repeats an id or names an unknown one.
     """
     path = Path(path)
     content = read_json(path, "a split file")
@@ -160,7 +160,7 @@ def _parse_split(entry: object, where: str, known: set[str] | None) -> Split:
             raise DataError(f"{where}: {side!r} should be a list of case ids (strings)")
         if known is not None and (unknown := [name for name in ids if name not in known]):
             raise DataError(
-                f"{where}: {side!r} names {_list_ids(unknown)}, not in the task; {did_you_mean(unknown[0], known)}"
+                f"{where}: {side!r} has unknown cases: {_list_ids(unknown)}; {did_you_mean(unknown[0], known)}"
             )
     try:
         return Split(training=tuple(entry["train"]), validation=tuple(entry["val"]))
@@ -179,7 +179,7 @@ def _list_ids(names: Sequence[str]) -> str:
 __all__ = ["MOST_CLASSES", "Batch", "Case", "Structure", "Task", "list_values"]
 
 MOST_CLASSES = 254
-"""Label maps in memory are uint8: these, the ignored voxels, and one spare number."""
+"""Label maps in memory are uint8, which leaves a value for ignored voxels and a spare one."""
 
 LARGEST_VALUE = 2**24 - 1
 """Largest value of a label file, which is read as float32."""
@@ -216,7 +216,7 @@ class Task:
     """Values of each structure that may overlap others, in the order of painting into a label map: a later region
     covers earlier ones. Empty: the values themselves are the structures."""
     ignore: int | None = None
-    """Value of voxels without annotation, which are neither trained on nor scored; no key of ``labels``."""
+    """Value of voxels without annotation, which are neither trained on nor scored; not a key of ``labels``."""
     splits: tuple[Split, ...] = ()
     """Training and validation cases of each fold, if the data set defines folds."""
     columns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -230,24 +230,24 @@ class Task:
         shown = sorted(self.labels)
         if 0 not in self.labels or not 0 <= shown[0] <= max(shown[-1], self.ignore or 0) <= LARGEST_VALUE:
             raise DataError(
-                f"{self.name}: labels need 0 for the background and values up to {LARGEST_VALUE}, got {shown} and "
-                f"{self.ignore} to ignore"
+                f"{self.name}: labels need 0 for the background and values up to {LARGEST_VALUE}, got {shown} and the "
+                f"ignored value {self.ignore}"
             )
         if len(shown) > MOST_CLASSES:
-            raise DataError(f"{self.name}: a task has {MOST_CLASSES} labels at most, got {len(shown)}; merge some")
+            raise DataError(f"{self.name}: a task has at most {MOST_CLASSES} labels, got {len(shown)}; merge some")
         if self.ignore is not None and (self.ignore in self.labels or self.ignore < 0):
             raise DataError(
-                f"{self.name}: the value to ignore is {self.ignore}; needed: a positive one that is not a label; the "
-                f"labels are {shown}"
+                f"{self.name}: the ignored value is {self.ignore}; needed: a positive number other than the labels "
+                f"{shown}"
             )
         for name, values in self.regions.items():
             if not values or 0 in values or not self.labels.keys() >= set(values):
                 raise DataError(
-                    f"{self.name}: the region {name!r} is made of {list(values)}; needed: values of labels without the "
-                    f"background, of {shown[1:]}"
+                    f"{self.name}: the region {name!r} has the values {list(values)}; needed: values of labels other "
+                    f"than the background, from {shown[1:]}"
                 )
         if len({frozenset(values) for values in self.regions.values()}) < len(self.regions):
-            raise DataError(f"{self.name}: two of the regions {dict(self.regions)} are the same; keep one of them")
+            raise DataError(f"{self.name}: two of the regions {dict(self.regions)} are equal; keep one of them")
 
     @property
     def num_channels(self) -> int:
@@ -261,7 +261,7 @@ class Task:
 
     @property
     def num_classes(self) -> int:
-        """Classes of a voxel, background included; its index is the position of its value among the sorted."""
+        """Number of classes, background included; a class's index is the position of its value in ascending order."""
         return len(self.labels)
 
     @property
@@ -276,7 +276,7 @@ class Task:
 
     @property
     def file_values(self) -> tuple[int, ...]:
-        """Values that label files may hold: those of the classes, then the value to ignore."""
+        """Values that label files may contain: those of the classes, then the ignored value."""
         return self.class_values if self.ignore is None else (*self.class_values, self.ignore)
 
     @property
@@ -328,7 +328,7 @@ class Task:
         values = sorted(set(case["labelled"]) - {0})
         if not values or not self.labels.keys() >= set(values):
             raise DataError(
-                f"case {case['case']}: 'labelled' should name the values that were looked for in it, of "
+                f"case {case['case']}: 'labelled' should list the values that were annotated in it, from "
                 f"{list(self.class_values[1:])}, got {list(case['labelled'])}"
             )
         return None if len(values) == self.num_classes - 1 else tuple(values)

@@ -1,4 +1,4 @@
-"""Fetch a large file over HTTP, go on with an earlier attempt, and accept the file only if its checksum is right.
+"""Fetch a large file over HTTP, continue an earlier attempt, and accept the file only if its checksum is right.
 
 urllib sends the requests: it follows the environment's proxies and checks certificates. Missing bytes are requested by
 ``Range``, after an error of the network or in a later process. The checksum of the whole file decides whether its parts
@@ -39,16 +39,16 @@ CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-\d+/(\d{1,18})")
 
 
 TIMEOUT = 60.0
-"""Seconds without a byte."""
+"""Seconds to wait for the next byte."""
 
 ATTEMPTS = 8
-"""Attempts in a row without a new byte."""
+"""Failed attempts in a row, without a new byte, before an error."""
 
 FIRST_WAIT = 1.0
-"""Seconds before the second attempt; twice as long before each further one."""
+"""Seconds before the second attempt; doubled before each further one."""
 
 
-class _Passing(Exception):  # noqa: N818  (no error: another attempt may bring more)
+class _Passing(Exception):  # noqa: N818  (not an error: another attempt may get further)
     pass
 
 
@@ -62,7 +62,7 @@ def download(
     url : str
         ``https`` or ``http``.
     part : binary file
-        Open for reading and writing, unbuffered. After an error of the network its bytes stay for another attempt.
+        Open for reading and writing, unbuffered. After a network error its bytes are kept for another attempt.
     path : Path
         Path of ``part``.
     md5 : str
@@ -75,8 +75,8 @@ def download(
     Raises
     ------
     DataError
-        If the server does not answer, has no such file, does not give its length, or sends another one, or if the disk
-        has no room.
+        If the server does not answer, has no such file, does not give its length, or sends another file, or if the disk
+        is full.
     """
     require_web(url)
     show = show or (lambda *_: None)
@@ -84,13 +84,13 @@ def download(
     if (found := _digest(part, show)) != md5:
         part.truncate(0)
         raise DataError(
-            f"{url} is not the wanted file, or changed between two parts: its md5 is {found}, needed "
-            f"{md5}; try again, or name another mirror by --url"
+            f"{url} is not the expected file, or changed between two attempts: its md5 is {found}, needed: {md5}; try "
+            "again, or name another mirror with --url"
         )
 
 
 def _complete(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) -> None:
-    """Ask until the file is complete."""
+    """Send requests until the file is complete."""
     failed, longest = 0, part.seek(0, os.SEEK_END)
     while True:
         try:
@@ -102,8 +102,8 @@ def _complete(url: str, part: BinaryIO, path: Path, spare: float, show: ShowByte
             longest = max(held, longest)
             if failed >= ATTEMPTS:
                 raise DataError(
-                    f"{url} cannot be fetched, the last attempt failed as {reason}; {held} bytes are kept: go on by "
-                    "the same command, or name a mirror by --url"
+                    f"{url} cannot be fetched; the last attempt failed: {reason}. {held} bytes are kept: continue with "
+                    "the same command, or name a mirror with --url"
                 ) from reason
             wait = FIRST_WAIT * 2 ** max(failed - 1, 0)
             logger.info("%s: %s; continuing in %.0f s", url, reason, wait)
@@ -111,7 +111,7 @@ def _complete(url: str, part: BinaryIO, path: Path, spare: float, show: ShowByte
 
 
 def _ask(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) -> None:
-    """Ask once for the missing bytes, and write the answer.
+    """Request the missing bytes once, and write the response.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def _ask(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) ->
             start, total = _read_lengths(url, response)
             part.truncate(start if start == held else 0)
             if start not in (0, held):
-                raise _Passing("the server sends another part of the file")
+                raise _Passing("the server sent another part of the file")
             _require_room(path.parent, total - start + int(spare * total))
             _receive(response, part, path, start, total, show)
     except VolsegError:
@@ -136,17 +136,19 @@ def _ask(url: str, part: BinaryIO, path: Path, spare: float, show: ShowBytes) ->
     except urllib.error.HTTPError as refusal:
         refusal.close()
         if refusal.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and held:
-            return  # nothing is missing, or the checksum shows that it is another file
-        told = f"the server answers {refusal.code} ({refusal.reason})"
+            return  # no byte is missing, or the checksum will show that the file is another one
+        told = f"the server answered {refusal.code} ({refusal.reason})"
         if refusal.code not in PASSING:
-            raise DataError(f"{url}: {told}; check the address, or name a mirror by --url") from refusal
+            raise DataError(f"{url}: {told}; check the address, or name a mirror with --url") from refusal
         raise _Passing(told) from refusal
     except (http.client.InvalidURL, ValueError, OverflowError) as fault:
         raise DataError(f"{url} cannot be fetched: {fault}, in this URL or in one that it redirects to") from fault
     except (OSError, http.client.HTTPException) as fault:  # timeouts and urllib's own errors are OSErrors
         reason = getattr(fault, "reason", fault)
         if isinstance(reason, ssl.SSLCertVerificationError):
-            raise DataError(f"{url}: the server's certificate is not trusted: {reason.verify_message}") from fault
+            raise DataError(
+                f"{url}: certificate not trusted: {reason.verify_message}; name a mirror with --url"
+            ) from fault
         raise _Passing(str(reason) or type(reason).__name__) from fault
 
 
@@ -158,7 +160,7 @@ def _read_lengths(url: str, response: Any) -> tuple[int, int]:
             return int(match[1]), int(match[2])
     elif re.fullmatch(r"\d{1,18}", length):
         return 0, int(length)
-    raise DataError(f"{url} cannot be fetched: the server does not give the length of the file; name a mirror by --url")
+    raise DataError(f"{url} cannot be fetched: the server does not send the file's length; name a mirror with --url")
 
 
 def _receive(response: Any, part: BinaryIO, path: Path, done: int, total: int, show: ShowBytes) -> None:
@@ -170,7 +172,7 @@ def _receive(response: Any, part: BinaryIO, path: Path, done: int, total: int, s
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as fault:
             raise DataError(
-                f"{path} cannot be written: {fault.strerror}; free space, or name another folder by --output"
+                f"{path} cannot be written: {fault.strerror}; free space, or name another folder with --output"
             ) from fault
         done += len(piece)
         show("fetching", done, total)
@@ -179,7 +181,7 @@ def _receive(response: Any, part: BinaryIO, path: Path, done: int, total: int, s
 
 
 def _digest(part: BinaryIO, show: ShowBytes) -> str:
-    """Return the md5 of the bytes so far."""
+    """Return the md5 of the file's bytes."""
     hashed, total = hashlib.md5(usedforsecurity=False), part.seek(0, os.SEEK_END)
     part.seek(0)
     while piece := part.read(1 << 20):
@@ -189,7 +191,7 @@ def _digest(part: BinaryIO, show: ShowBytes) -> str:
 
 
 class _SafeRedirects(urllib.request.HTTPRedirectHandler):
-    """Follow redirects to web addresses, but not from an encrypted one to an open one."""
+    """Follow redirects to web addresses, but not from HTTPS to HTTP."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
@@ -197,24 +199,24 @@ class _SafeRedirects(urllib.request.HTTPRedirectHandler):
         """Return the next request."""
         require_web(newurl)
         if req.type == "https" and urlsplit(newurl).scheme != "https":
-            raise DataError(f"{req.full_url} redirects to {newurl}, which is not encrypted; name a mirror by --url")
+            raise DataError(f"{req.full_url} redirects to {newurl}, which is not encrypted; name a mirror with --url")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 def require_web(url: str) -> None:
-    """Raise unless a URL is one of the web: files on this machine need no fetching."""
+    """Raise unless a URL is a web address: files on this machine need no download."""
     try:
         parts = urlsplit(url)
         is_web = parts.scheme in ("https", "http") and bool(parts.hostname)
     except ValueError:
         is_web = False
     if not is_web:
-        raise DataError(f"{url} cannot be fetched; needed: https://... (an archive on a disk is unpacked by tar xf)")
+        raise DataError(f"{url} cannot be fetched; needed: https://... (unpack a local archive with tar xf)")
 
 
 def _require_room(folder: Path, needed: int) -> None:
     if needed > (free := shutil.disk_usage(folder).free):
         raise DataError(
-            f"{folder} has {free / 2**30:.1f} GiB free, and {needed / 2**30:.1f} GiB are needed to fetch and unpack "
-            "the archive; free space, or name another folder by --output"
+            f"{folder} has {free / 2**30:.1f} GiB free, but {needed / 2**30:.1f} GiB are needed to fetch and unpack "
+            "the archive; free space, or name another folder with --output"
         )

@@ -1,7 +1,7 @@
-"""Fetch a public task: its archive with a check, then its folder, which appears only when complete.
+"""Fetch a public task: download and check its archive, then unpack it into a folder that appears only when complete.
 
-An archive is unpacked only if its checksum is that of the task, so its members need no further checks: what is copied
-are the bytes of its plain files, without owners, modes and links.
+An archive is unpacked only if its checksum is that of the task, so its members need no further checks. Only the bytes
+of plain files are copied, not owners, modes and links.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def fetch_task(
     task: PublicTask, folder: str | Path = ".", *, url: str | None = None, show: ShowBytes | None = None
 ) -> Path:
-    """Fetch a task into a folder of its name; an existing folder stays.
+    """Fetch a task into a folder with its name; keep an existing folder.
 
     After any interruption ``NAME.tar.part`` keeps the bytes so far, and the same call continues from there.
 
@@ -69,18 +69,18 @@ def fetch_task(
 
 
 def _require_whole(target: Path) -> Path:
-    """Return an existing folder, if it holds a task."""
+    """Return an existing folder, if it contains a complete task."""
     try:
         load_task(target)
     except DataError as fault:
         raise DataError(
-            f"{target} is there and holds no whole task ({fault}); move it away, or name another folder"
+            f"{target} exists, but does not contain a complete task ({fault}); move it away, or name another folder"
         ) from fault
     return target
 
 
 def _unpack_whole(archive: Path, target: Path, show: ShowBytes | None) -> None:
-    """Unpack beside the target, and rename the result once it is a complete task."""
+    """Unpack next to the target, and rename the result once it is a complete task."""
     beside = target.with_name(f".{target.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)  # left by a killed process: this process has the lock
     try:
@@ -94,19 +94,19 @@ def _unpack_whole(archive: Path, target: Path, show: ShowBytes | None) -> None:
 
 @contextmanager
 def _only_fetch(path: Path) -> Iterator[BinaryIO]:
-    """Hold the part file open and locked; the system releases the lock after any end of its holder.
+    """Keep the part file open and locked; the system releases the lock however the process ends.
 
     Raises
     ------
     DataError
-        If another process holds it.
+        If another process holds the lock.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         with open(descriptor, "r+b", buffering=0) as part:  # a write to a full disk raises
             _lock(part, path)
             if not path.exists() or not os.path.samestat(os.fstat(part.fileno()), path.stat()):
-                continue  # its last holder removed it between the opening and the lock
+                continue  # the process that held the lock before removed the file after it was opened here
             try:
                 yield part
                 return
@@ -119,13 +119,13 @@ def _lock(part: BinaryIO, path: Path) -> None:
     try:
         fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise DataError(f"{path} is being fetched by another process; wait for its end") from None
+        raise DataError(f"{path} is being fetched by another process; wait until it ends") from None
     except OSError as fault:
-        logger.info("%s cannot be locked (%s); start no second fetch of it", path, fault.strerror)
+        logger.info("%s cannot be locked (%s); do not start a second fetch of it", path, fault.strerror)
 
 
 SURPLUS = ("__MACOSX", ".DS_Store")
-"""Files that macOS adds to archives, beside a ``._NAME`` for each file."""
+"""Files that macOS adds to archives, in addition to a ``._NAME`` for each file."""
 
 
 def unpack(archive: Path, folder: Path, *, show: ShowBytes | None = None) -> None:
@@ -134,8 +134,8 @@ def unpack(archive: Path, folder: Path, *, show: ShowBytes | None = None) -> Non
     Raises
     ------
     DataError
-        If the archive holds anything but plain files inside it, or the disk is full. Files that were written before
-        stay.
+        If the archive contains anything but plain files inside it, or the disk is full. Files written before the error
+        are kept.
     """
     try:
         with tarfile.open(archive, "r:", encoding="utf-8") as opened:
@@ -149,7 +149,7 @@ def unpack(archive: Path, folder: Path, *, show: ShowBytes | None = None) -> Non
     except OSError as fault:
         raise DataError(f"{archive} cannot be unpacked into {folder}: {fault}") from fault
     except tarfile.TarError as fault:
-        raise DataError(f"{archive} is not a tar archive ({fault}); name another mirror by --url") from fault
+        raise DataError(f"{archive} is not a tar archive ({fault}); name another mirror with --url") from fault
 
 
 def _is_surplus(member: tarfile.TarInfo) -> bool:
@@ -160,7 +160,7 @@ def _write(opened: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> No
     path = PurePosixPath(member.name)
     content = opened.extractfile(member) if member.isfile() else None
     if content is None or path.is_absolute() or ".." in path.parts:
-        raise DataError(f"the archive holds {member.name!r}, which is not a plain file inside it; it is not unpacked")
+        raise DataError(f"the archive contains {member.name!r}, which is not a plain file inside it")
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     with content, (folder / path).open("xb") as file:
         shutil.copyfileobj(content, file, 1 << 20)

@@ -1,10 +1,10 @@
 """Group cases by patient: by a column of the data set, by DICOM's ``PatientID``, or by the names of cases.
 
 Two frames, visits or sides of one patient resemble each other more than two patients do. If one trains and the other
-validates, the Dice is higher than that of any new patient, and no other number of the training shows it.
+validates, the Dice is higher than for a new patient, and no other number shows it.
 
 *Evident* groups of names follow from words: in ``patient001_frame01``, ``sub-07_ses-1``, ``case_0001_t0`` and
-``P3_left``, the patient stands beside a frame, a visit, a time, a side. ``configure`` sets such groups. *Possible*
+``P3_left``, a frame, a visit, a time or a side follows the patient. ``configure`` sets such groups. *Possible*
 groups follow from numbers: ``MMS_003_01`` may be the first visit of patient 3 or the first patient of site 3. They are
 only reported.
 """
@@ -126,8 +126,8 @@ def describe_groups(
     first, second, *_ = next(same for same in cases.values() if len(same) > 1)
     are = "are" if evident else "may be"
     reason = (
-        f"by {source}, {len(groups)} cases {are} of {len(cases)} patients: {first} and {second} {are} of one, and a "
-        "patient must not both train and validate"
+        f"by {source}, {len(groups)} cases {are} of {len(cases)} patients: {first} and {second} {are} of the "
+        "same one, and a patient must not both train and validate"
     )
     return GroupProposal(group=group, reason=reason, evident=evident, patients=groups)
 
@@ -161,7 +161,7 @@ def _propose_called(names: Sequence[str]) -> GroupProposal | None:
     ends = [match.string[match.end() :] for match in matches]
     is_known = all(not end or re.match(rf"(?:{ENDING}|_[A-Za-z]+-)", end, re.IGNORECASE) for end in ends)
     most = float("inf") if is_known else min(MOST_NUMBERED, len({match[0] for match in matches}))
-    if len(matches) < len(names):  # a case without such a word is a patient of its own
+    if len(matches) < len(names):  # a case without such a word is its own patient
         pattern = f"^(.*?{called}|.+)"
     return _propose(pattern, names, most)
 
@@ -219,10 +219,10 @@ def _propose_numbered(names: Sequence[str]) -> GroupProposal | None:
 
 
 PATIENT_ID = "PatientID"
-"""Value of ``split.group`` that takes the patient from the images' DICOM headers."""
+"""Value of ``split.group`` that reads the patient from the images' DICOM headers."""
 
 PATIENT_COLUMN = re.compile(r"(?:patients?|subject|subj|participant)(?:id|no|number|key)?|pid|mrn")
-"""Names of columns that hold patients, as `_simplify` returns them."""
+"""Names of columns that contain patients, as `_simplify` returns them."""
 
 NOBODY = re.compile("|anon(?:ymous|ymi[sz]ed)?|unknown|none|nan?|null")
 """Values that mean a removed patient, as `_simplify` returns them."""
@@ -240,7 +240,7 @@ class CutPatient:
 
 
 def assign_patients(task: Task, group: str | None) -> dict[str, str] | None:
-    """Return the patient of each training case; None if each case counts as a patient of its own.
+    """Return the patient of each training case; None if each case counts as its own patient.
 
     Parameters
     ----------
@@ -267,7 +267,7 @@ def assign_patients(task: Task, group: str | None) -> dict[str, str] | None:
         known = [*task.columns, *([PATIENT_ID] if _is_dicom(task) else [])]
         raise ConfigError(
             f"split.group is {group!r}, which is not a column of {task.name}; {did_you_mean(group, [*known, 'none'])}. "
-            r"A pattern of names has one group in parentheses, such as ^(patient\d+)"
+            r"A pattern of names needs one group in parentheses, such as ^(patient\d+)"
         )
     pattern = compile_group(group)
     found = {name: match[1] or "" for name in _list_names(task) if (match := pattern.search(name))}
@@ -278,8 +278,8 @@ def assign_patients(task: Task, group: str | None) -> dict[str, str] | None:
 def propose_groups(task: Task) -> GroupProposal | None:
     """Return the proposed groups of the training cases by patient, or None if nothing suggests groups.
 
-    A column of patients comes before DICOM's ``PatientID``, and both come before names: if they give each case a
-    different patient, names do not count.
+    A column of patients takes precedence over DICOM's ``PatientID``, and both over names: if they give each case a
+    different patient, names are ignored.
     """
     names = _list_names(task)
     for column, patients in task.columns.items():
@@ -313,7 +313,7 @@ def _require_all(task: Task, known: Mapping[str, str], what: str, remedy: str) -
     if without := [name for name in names if not known.get(name)]:
         shown = list_some([repr(name) for name in without])
         raise DataError(
-            f"split.group needs the patient of each case, and {what} {len(without)} of {len(names)} cases: {shown}; "
+            f"split.group needs the patient of each case, but {what} {len(without)} of {len(names)} cases: {shown}; "
             f"{remedy}"
         )
     return {name: known[name] for name in names}
@@ -336,5 +336,5 @@ def _is_dicom(task: Task) -> bool:
 
 
 def _read_patient_ids(task: Task) -> dict[str, str]:
-    """Return DICOM's ``PatientID`` of each case, from its first file; an empty text if it has none."""
+    """Return DICOM's ``PatientID`` of each case, from its first file; an empty string if it has none."""
     return {case["case"]: read_image_text(list_files(case["image"])[0], TAGS["PatientID"]) for case in task.training}

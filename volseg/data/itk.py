@@ -1,11 +1,11 @@
-"""Read MHA, MHD and NRRD files by SimpleITK, which is imported at the first such file, after a check of their headers.
+"""Read MHA, MHD and NRRD files with SimpleITK, after a check of their headers; it is imported at the first such file.
 
-ITK's world axes point to the patient's left and back (LPS), those of this package to the right and front (RAS+). Only
-here the first two rows of every affine change sign.
+ITK's world axes point to the patient's left and back (LPS), those of this package to the right and front (RAS+). This
+module negates the first two rows of affines.
 
 ITK formats its errors into buffers of about a thousand characters, and allocates the claimed sizes: a damaged line
-kills the process, a damaged size exhausts its memory. So a header must be of the usual kind, with short lines of known
-fields, and the file must hold the voxels. Unknown content is refused.
+kills the process, a damaged size exhausts its memory. So a header must have short lines of known fields, and the file
+must contain all voxels. Unknown content is refused.
 """
 
 import io
@@ -37,7 +37,7 @@ from volseg.errors import DamagedFileError, ReaderError
 
 @cache
 def simpleitk() -> ModuleType:
-    """Import SimpleITK without its C++ warnings: their causes are errors here, with the file's name.
+    """Import SimpleITK without its C++ warnings: their causes raise errors here that name the file.
 
     The module is kept for the life of the process, like any import.
     """
@@ -61,7 +61,7 @@ def read_itk(path: Path) -> MetaTensor:
     require_regular(claim.file)
     reader = simpleitk().ImageFileReader()
     reader.SetFileName(str(path))
-    # Named, since ITK would otherwise search for a parser by content, among twenty.
+    # Named, since ITK would otherwise try twenty parsers.
     reader.SetImageIO("NrrdImageIO" if _is_nrrd(path) else "MetaImageIO")
     try:
         reader.ReadImageInformation()
@@ -69,7 +69,7 @@ def read_itk(path: Path) -> MetaTensor:
         image = reader.Execute()
     except RuntimeError as fault:
         raise DamagedFileError(
-            f"{path} is truncated, damaged or no {path.suffix} file: SimpleITK cannot read it; fetch it again"
+            f"{path} is truncated, damaged or not a {path.suffix} file: SimpleITK cannot read it; fetch it again"
         ) from fault
     voxels = image_voxels(image, path)
     return as_volume(voxels, image_affine(image), path, stored=voxels.dtype)
@@ -101,13 +101,13 @@ def image_affine(image: Any) -> np.ndarray:
 
 
 def lps_to_ras(affine: np.ndarray) -> np.ndarray:
-    """Turn an affine whose world axes are LPS into one whose world axes are RAS+."""
+    """Convert an affine with LPS world axes to RAS+ world axes."""
     return np.diag([-1.0, -1.0, 1.0, 1.0]) @ affine
 
 
 LONGEST_HEADER = 1 << 20
 LONGEST_LINE = 500
-"""Most characters of a field and of the file's path; ITK's errors may name a text twice in a buffer of 1024."""
+"""Most characters of a field and of the file's path; ITK's errors may quote a text twice in a buffer of 1024."""
 
 LONGEST_NAME = 200
 LONGEST_NUMBER = 40
@@ -118,7 +118,7 @@ NRRD_FIELD = re.compile(
     "number|datafile|lineskip|byteskip|min|max|oldmin|oldmax|axismins|axismaxs|sampleunits|spacedimension|spaceunits|"
     "spacedirections|spaceorigin|measurementframe"
 )
-"""Names without blanks, which some names have in two spellings. ``block size`` is a field of a refused type."""
+"""Field names without blanks, since some have two spellings. ``block size`` belongs to a refused type."""
 
 NRRD_PACKINGS: Mapping[str, Packing] = {"raw": "plain", "gzip": "gzip", "gz": "gzip"}
 
@@ -167,7 +167,7 @@ def _read_nrrd(path: Path) -> _Claim:
             continue
         key = name.replace(" ", "").lower()
         if not colon or not NRRD_FIELD.fullmatch(key):
-            raise damaged(path, f"its header holds the line {line[:40]!r}, which is not an NRRD field")
+            raise damaged(path, f"its header contains the line {line[:40]!r}, which is not an NRRD field")
         _add_field(fields, key, value.strip(), path)
     _require_shape(fields, "dimension", "sizes", path)
     encoding = fields.get("encoding", "").lower()
@@ -190,13 +190,13 @@ def _read_meta(path: Path) -> _Claim:
     for line in filter(None, map(str.strip, lines)):
         name, sign, value = line.partition("=")
         if not sign or not 1 <= len(key := name.strip()) <= LONGEST_NAME:  # custom fields are allowed
-            raise damaged(path, f"its header holds the line {line[:40]!r}, which is not a field of a MetaImage")
+            raise damaged(path, f"its header contains the line {line[:40]!r}, which is not a MetaImage field")
         _add_field(fields, key, value.strip(), path)
     if "ElementDataFile" not in fields:
         raise damaged(path, "its header has no ElementDataFile")
     _require_shape(fields, "NDims", "DimSize", path)
     if (kind := fields.get("ElementType", "").upper()) in ("MET_LONG", "MET_ULONG"):  # ITK reads 4 bytes each
-        raise ReaderError(f"{path} has the ElementType {kind}, which has 4 or 8 bytes; convert its voxels to MET_INT")
+        raise ReaderError(f"{path} has the ElementType {kind}, which may mean 4 or 8 bytes; convert it to MET_INT")
     _read_number(fields, "ElementNumberOfChannels", path, r"[1-9]\d{0,5}", default="1")
     header_size = _read_number(fields, "HeaderSize", path)
     packed_bytes = _read_number(fields, "CompressedDataSize", path, r"\d{1,15}")
@@ -217,7 +217,7 @@ def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:
     The last line is part of the header, unless it is empty. Without such a line the whole file is the header.
     """
     if len(str(path)) > LONGEST_LINE:
-        raise ReaderError(f"{path} has a path of over {LONGEST_LINE} characters; move it to a shorter one")
+        raise ReaderError(f"{path} has a path of more than {LONGEST_LINE} characters; move the file to a shorter path")
     require_regular(path)
     with path.open("rb") as file:
         require_packing(file, path)
@@ -231,9 +231,9 @@ def _read_lines(path: Path, end: bytes) -> tuple[list[str], int]:
         if not end and not line:
             break
         if len(line) > LONGEST_LINE and not (not end and (line[:1] == b"#" or b":=" in line)):
-            raise damaged(path, f"its header has a line of {len(line)} characters; at most {LONGEST_LINE} are read")
+            raise damaged(path, f"its header has a line of {len(line)} characters; needed: at most {LONGEST_LINE}")
         if re.search(rb"[\x00-\x08\x0b-\x1f\x7f]", line):
-            raise damaged(path, f"its header holds characters that are not text, in {line[:20]!r}")
+            raise damaged(path, f"its header contains characters that are not text, in {line[:20]!r}")
         lines.append(line.decode("latin-1"))
         if end and line.lstrip().startswith(end):
             break
@@ -248,7 +248,7 @@ def _add_field(fields: dict[str, str], key: str, value: str, path: Path) -> None
         raise damaged(path, f"its header has the field {key} twice")
     longest = max(map(len, re.findall(r"[-+.\w]+", value) if re.match(r"[-+.\d(]", value) else ()), default=0)
     if longest > LONGEST_NUMBER and key not in ("datafile", "ElementDataFile", "content", "Name", "Comment"):
-        raise damaged(path, f"its {key} holds a number of {longest} characters")
+        raise damaged(path, f"its {key} contains a number of {longest} characters")
     fields[key] = value
 
 
@@ -266,7 +266,7 @@ def _read_number(
 ) -> int:
     value = fields.get(key, default)
     if not re.fullmatch(pattern, value):
-        raise damaged(path, f"its {key} is {value[:40]!r}")
+        raise damaged(path, f"its {key} is {value[:40]!r}, which is not a valid number")
     return int(value)
 
 
@@ -278,14 +278,14 @@ def _is_true(fields: Mapping[str, str], key: str, path: Path, *, default: bool =
 
 
 def _locate_data(path: Path, name: str) -> Path:
-    """Return the one data file of a detached header; ITK formats patterns of several files by C's printf."""
+    """Return the only data file of a detached header; ITK would pass a pattern for several files to C's printf."""
     if not name or name.upper().split()[0] == "LIST" or "%" in name:
         raise ReaderError(f"{path} spreads its voxels over several files ({name[:40]!r}); convert it into one")
     return path.parent / os.fsdecode(name.encode("latin-1"))
 
 
 def _require_room(claim: _Claim, header: Any, path: Path) -> None:
-    """Raise unless the data are complete, counted without keeping them, and fit into memory.
+    """Raise unless the data are complete and fit into memory; decompressed bytes are counted, not kept.
 
     ``header`` is an ``ImageFileReader`` of SimpleITK that has read the header.
     """
@@ -293,7 +293,7 @@ def _require_room(claim: _Claim, header: Any, path: Path) -> None:
     if claim.packing == "zlib":  # ITK allocates this too
         require_held(claim.packed_bytes or 0, held, claim.file)
         if claim.file == path and claim.packed_bytes is None:  # ITK would silently return uninitialised memory
-            raise damaged(path, "its voxels are packed, but its header has no CompressedDataSize")
+            raise damaged(path, "its voxels are compressed, but its header has no CompressedDataSize")
     with claim.file.open("rb") as file:
         require_packing(file, claim.file)
     kind = simpleitk().GetPixelIDValueAsString(header.GetPixelIDValue())

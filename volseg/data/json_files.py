@@ -16,7 +16,7 @@ from volseg.formatting import list_duplicates
 
 MOST_BYTES = 1 << 27
 MOST_VALUES = 4_000_000
-"""A summary of 1,200 cases with 100 labels holds a million."""
+"""A summary of 1,200 cases with 100 labels contains a million values."""
 
 DEEPEST = 100
 """Nested levels of lists and objects."""
@@ -31,7 +31,7 @@ def read_json(path: Path, kind: str = "JSON", *, has_nan: bool = False) -> Any:
     Raises
     ------
     DataError
-        If the file cannot be read, `parse_json` refuses it, or it holds a lone surrogate.
+        If the file cannot be read, `parse_json` refuses it, or it contains a lone surrogate.
     """
     try:
         text = read_bytes(path, MOST_BYTES)
@@ -56,13 +56,13 @@ def parse_json(content: bytes | str, *, has_nan: bool = False) -> Any:
     Raises
     ------
     ValueError
-        If the text is not JSON, repeats a key in an object, holds a number that is not finite or an integer of more
-        than 64 bits, or holds too many values or levels.
+        If the text is not JSON, repeats a key in an object, contains a number that is not finite or an integer of more
+        than 64 bits, or has too many values or levels.
     """
     text = content if isinstance(content, str) else decode_text(content)
     most_levels = text.count("[") + text.count("{")
     if most_levels + text.count(",") > MOST_VALUES:
-        raise ValueError(f"it holds more than {MOST_VALUES} values")
+        raise ValueError(f"it contains more than {MOST_VALUES} values")
     try:
         found = json.loads(
             text,

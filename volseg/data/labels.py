@@ -2,13 +2,13 @@
 
 In memory a label map is uint8, for any values in files::
 
-    0 ... K-1        the class: the place of the file's value among the task's K, in order
+    0 ... K-1        the class: the position of the file's value among the task's K, in ascending order
     K                no annotation of this voxel, in a task with a value to ``ignore``
     from there on    background of a partially labelled case: any class that was not annotated in the case
 
-There is one number of the last kind for each set of values that cases were annotated with. So a label map by itself
-gives the knowledge about each voxel. Code that cuts, moves or stores it needs only the count of numbers
-(`num_indices`). `volseg.losses.Targets` gives the meaning of each number for each output of a network.
+There is one number of the last kind for each set of values that cases were annotated with. So a label map contains all
+that is known about each voxel, and code that cuts, moves or stores it needs only the count of numbers (`num_indices`).
+`volseg.losses.Targets` gives the meaning of each number for each output of a network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,8 +40,8 @@ def to_classes(label_map: Tensor, task: Task, case: Case | None = None) -> Tenso
     task : Task
         Task of the values.
     case : Case, optional
-        Case of the label: with ``labelled``, background may hide classes without annotation. Without it, none is
-        hidden.
+        Case of the label map. If it has ``labelled``, background may hide classes without annotation; without a case,
+        no class is hidden.
 
     Raises
     ------
@@ -59,16 +59,16 @@ def to_classes(label_map: Tensor, task: Task, case: Case | None = None) -> Tenso
     is_value = (value >= 0) & (value < len(table)) & (value == voxels)
     found = table.to(voxels.device)[value.clamp_(0, len(table) - 1)]
     if bool((strange := ~is_value | (found < 0)).any()):
-        holds = "the label map holds" if case is None else f"case {case['case']}: its label holds"
+        subject = "the label map" if case is None else f"case {case['case']}: its label"
         raise DataError(
-            f"{holds} {voxels[strange].double().unique()[:5].tolist()}, but the values of {task.name} are "
-            f"{sorted(known)}; correct the label map or declare the value"
+            f"{subject} has the values {voxels[strange].double().unique()[:5].tolist()}, but the values of {task.name} "
+            f"are {sorted(known)}; correct the label map or declare the value"
         )
     return _with_metadata(found.to(torch.uint8), label_map)
 
 
 def to_values(classes: Tensor, task: Task) -> Tensor:
-    """Return a label map of the files' values: uint8 where they fit, else int32.
+    """Return a label map with the values of files: uint8 if they fit, else int32.
 
     Parameters
     ----------
@@ -94,12 +94,12 @@ def to_values(classes: Tensor, task: Task) -> Tensor:
 
 
 def num_indices(task: Task) -> int:
-    """Return how many values a label map of the task may hold in memory.
+    """Return the number of values that a label map of the task may have in memory.
 
     Raises
     ------
     DataError
-        If they do not fit one byte.
+        If they do not fit into one byte.
     """
     return targets_of(task).num_indices
 
@@ -118,8 +118,8 @@ def targets_of(task: Task) -> Targets:
     )
     if targets.num_indices > MOST_INDICES:
         raise DataError(
-            f"{task.name} has {task.num_classes} labels and cases that were looked through for {len(hidden)} different "
-            f"sets of them; needed: {MOST_INDICES} of both at most"
+            f"{task.name} has {task.num_classes} labels, and cases that were annotated with {len(hidden)} different "
+            f"sets of them; needed: at most {MOST_INDICES} of both together"
         )
     return targets
 
@@ -133,7 +133,7 @@ def _place_labelled(labelled: tuple[int, ...], case: Case, task: Task) -> int:
     known = _list_labelled(task)
     if labelled not in known:
         raise DataError(
-            f"case {case['case']} was looked through for {list(labelled)}, as no training case of {task.name}; read "
+            f"case {case['case']} was annotated with {list(labelled)}, unlike all training cases of {task.name}; read "
             "it with the task that it belongs to"
         )
     return known.index(labelled)
@@ -150,7 +150,7 @@ def choose_colour(value: int) -> tuple[int, int, int]:
 
 
 def format_colour_tables(names: Mapping[int, str]) -> dict[str, str]:
-    """Return names and colours of labels as files by their names: for ITK-SNAP and for 3D Slicer.
+    """Return the names and colours of labels as contents of files for ITK-SNAP and 3D Slicer, by file name.
 
     Examples
     --------

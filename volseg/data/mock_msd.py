@@ -1,11 +1,11 @@
 """Synthetic mocks of the Decathlon's tasks: their channels, labels, units and grids, with fewer voxels.
 
-A mock tries a config in seconds, instead of the task's gigabytes and hours. From the task's manifest come channels,
-labels, the spacing of the stored cases and its variation, and the proportions of the field of view. Two properties are
-guesses: the orientation of the files (known only for Task04: RAS), and the variation of spacings if the manifest has no
-range.
+With a mock, a config can be tried in seconds, without the task's gigabytes and hours. The task's manifest determines
+channels, labels, the spacing of the stored cases and its variation, and the proportions of the field of view. Two
+properties are guesses: the orientation of the files (known only for Task04: RAS), and the variation of spacings if the
+manifest has no range.
 
-Scenes are drawn in the patient and not on voxels. Positions are fractions of the field of view, -1 to 1 along the
+Scenes are drawn in the patient, not in voxels. Positions are fractions of the field of view, -1 to 1 along the
 patient's right, front and head. A scene is a table of structures, painted one after another. CT is in Hounsfield units
 of air, fat, muscle, organs and bone; MR is in arbitrary units. Structures have the proportions of anatomy, not its
 shapes: a tumour is in its organ, vessels are thin, the liver is on the right, the spleen on the left. Grey value,
@@ -27,13 +27,13 @@ from volseg.data.synthetic import SyntheticGrid, as_nifti, draw_hippocampus, dra
 from volseg.errors import DataError
 
 LONGEST_SIDE = 48
-"""Voxels of a mock's longest side, without a given scale."""
+"""Voxels of a mock's longest side, if no scale is given."""
 
 SHORTEST_SIDE = 16
-"""Fewest voxels of a side, if the task's has as many: thin volumes would lose all their planes."""
+"""Fewest voxels of a side, unless the task has fewer: thin volumes would lose all their planes."""
 
 VARIATION = 0.1
-"""Relative variation of voxel sides between cases, if it is unknown."""
+"""Relative variation of voxel sides between cases, if the manifest has none."""
 
 SHARE_OF_FINE = 0.25
 """Share of the cases with slices as close as the task's target spacing, if that is below the median."""
@@ -107,7 +107,7 @@ def _draw_case(
 
 
 def _draw_grid(manifest: Mapping[str, Any], sides: np.ndarray, rng: np.random.Generator) -> SyntheticGrid:
-    """Lay voxels with the sides of a stored case around the origin; ``sides`` gives the field of view."""
+    """Return a grid around the origin with the voxel sides of a stored case; ``sides`` gives the field of view."""
     median = np.array(manifest["nnunet"]["fingerprint"]["median_spacing"], dtype=np.float64)
     fine = np.array(manifest["nnunet"]["spacing"], dtype=np.float64)
     spacing = np.where(rng.random() < SHARE_OF_FINE, np.minimum(fine, median), median)
@@ -132,7 +132,7 @@ def _scan(
     if manifest["modalities"] == ["CT"]:
         return np.clip(clean + rng.normal(0, NOISE, clean.shape), -1024, 3071)
     unit = clean.max()
-    # Voxels that were cut away, or never imaged, are exactly 0.
+    # Voxels that were removed or never imaged are exactly 0.
     return np.where(clean == 0, 0, np.minimum(unit * scan(clean / unit, positions, rng), np.iinfo(np.int16).max))
 
 
@@ -151,7 +151,7 @@ class Structure(NamedTuple):
     for the points of the structure before."""
     label: int = 0
     within: str = ""
-    """The structure that holds this one, if one does."""
+    """The structure around this one, if any."""
 
 
 EVERYWHERE = (np.inf, np.inf, np.inf)
@@ -237,7 +237,7 @@ SCENES: Mapping[str, Mapping[str, Structure]] = {
 
 
 def draw_scene(structures: Mapping[str, Structure], at: Floats, rng: np.random.Generator) -> tuple[Floats, Labels]:
-    """Return clean intensities ``(C, D, H, W)`` and the label map; sizes vary, and the patient lies anywhere."""
+    """Return clean intensities ``(C, D, H, W)`` and the label map; sizes and the patient's position vary."""
     held = np.full(at.shape[:3], -1)
     names, points = list(structures), np.zeros((1, 3))
     patient = rng.uniform(-0.05, 0.05, 3)

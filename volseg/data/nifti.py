@@ -1,8 +1,8 @@
-"""Read NIfTI-1 and NIfTI-2 files by nibabel.
+"""Read NIfTI-1 and NIfTI-2 files with nibabel.
 
 The header is compared with the file's bytes before nibabel sees them: nibabel would allocate any claimed size. A
-compressed file is decompressed to its end, since gzip checks for flipped bits only there. nibabel by itself stops at
-the last voxel and silently returns damaged voxels.
+compressed file is decompressed to its end, since gzip checks for flipped bits only there. nibabel stops at the last
+voxel and silently returns damaged voxels.
 """
 
 import io
@@ -43,7 +43,7 @@ LONGEST_HEADER = 540
 LABEL_ROW = re.compile(r'<Label Key="(\d+)"[^>]*><!\[CDATA\[(.*?)\]\]></Label>', re.DOTALL)
 
 FARTHEST_VOXELS = 1 << 26
-"""Latest first byte of the voxels: extensions of the header come before."""
+"""Largest offset of the voxels: extensions of the header precede them."""
 
 MILLIMETRES = {0: 1.0, 1: 1e3, 2: 1.0, 3: 1e-3}
 """Size of NIfTI's spatial units: unknown (taken as mm), metre, millimetre, micrometre."""
@@ -67,7 +67,7 @@ def read_nifti(path: Path) -> MetaTensor:
 
 
 def convert_nifti(image: nibabel.Nifti1Image, path: Path) -> MetaTensor:
-    """Return an image of nibabel in the form that `read_nifti` returns for its file; ``path`` serves messages.
+    """Return a nibabel image in the form that `read_nifti` returns for its file; messages name ``path``.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def convert_nifti(image: nibabel.Nifti1Image, path: Path) -> MetaTensor:
 
 
 def _as_volume(image: nibabel.Nifti1Image, stored: np.ndarray, path: Path) -> MetaTensor:
-    """Bind voxels to the place in their header."""
+    """Return voxels as a volume, with the affine of their header."""
     header = image.header
     sform_code, qform_code = int(header["sform_code"]), int(header["qform_code"])
     if sform_code == qform_code == 0:
@@ -92,8 +92,8 @@ def _as_volume(image: nibabel.Nifti1Image, stored: np.ndarray, path: Path) -> Me
     codes = {"sform_code": sform_code, "qform_code": qform_code}
     volume = as_volume(voxels, affine, path, stored=image.get_data_dtype(), **codes)
     if sform_code and qform_code:
-        # A prediction keeps both places: ITK-SNAP and other viewers use the qform.
-        with suppress(ValueError, HeaderDataError):  # a damaged quaternion that the sform overrules
+        # A prediction keeps both affines: ITK-SNAP and other viewers use the qform.
+        with suppress(ValueError, HeaderDataError):  # a damaged quaternion, which the sform overrides
             volume.meta["qform_affine"] = torch.from_numpy(np.diag([scale, scale, scale, 1.0]) @ image.get_qform())
     return volume
 
@@ -151,7 +151,7 @@ def _read_head(file: BinaryIO, path: Path) -> bytes:
             if len(head) >= LONGEST_HEADER:
                 break
     if not head:
-        raise damaged(path, "it holds nothing")
+        raise damaged(path, "it is empty")
     return head[:LONGEST_HEADER]
 
 
@@ -197,7 +197,7 @@ def _measure(kind: type[nibabel.Nifti1Image], head: bytes, path: Path) -> tuple[
     if not 3 <= len(shape) <= 5 or min(shape) < 1:
         raise ReaderError(f"{path} has the shape {shape}; needed: three spatial axes and at most one axis of channels")
     if not 0 <= offset <= FARTHEST_VOXELS:
-        raise damaged(path, f"its voxels begin at byte {offset}")
+        raise damaged(path, f"its voxels begin at byte {offset}; needed: 0 to {FARTHEST_VOXELS}")
     voxels = math.prod(shape)
     # The file's bytes, once more if they are scaled, and two float32 copies: scaled, and in this package's order.
     require_memory(2 * voxels * stored.itemsize + 8 * voxels, path)

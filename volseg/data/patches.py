@@ -1,6 +1,6 @@
 """Training patches: planned for a whole epoch by a pure function, then cut out batch by batch.
 
-A plan depends only on (seed, epoch) and a batch only on its place in the plan. So a training resumed at any iteration
+A plan depends only on seed and epoch, a batch only on its place in the plan. So a training resumed at any iteration
 sees the same batches, with no state to save.
 """
 
@@ -31,7 +31,7 @@ class EpochPlan:
 
 @dataclass(frozen=True, slots=True)
 class EpochPlaces:
-    """Places of an epoch's source patches, as far as one process needs them."""
+    """Places of the source patches of an epoch that one process needs."""
 
     cases: Tensor
     """Index of each patch's case, (iterations, R), on the CPU."""
@@ -49,7 +49,7 @@ class EpochPlaces:
 
 
 def num_foreground(batch_size: int, share: float) -> int:
-    """Return the number of patches of a batch that surely hold foreground, by nnU-Net's rounding.
+    """Return the number of patches of a batch that are drawn to contain foreground, by nnU-Net's rounding.
 
     >>> [num_foreground(size, 0.33) for size in (1, 2, 4, 9)]
     [0, 1, 1, 3]
@@ -72,10 +72,10 @@ def plan_epoch(
     """Choose case and place of every patch of an epoch.
 
     Cases come in shuffled rounds, each once per round (nnU-Net draws them with replacement). Cases with weights are
-    drawn with replacement; the number of batches stays the same. A patch is anywhere within its case, and centred along
-    an axis where the case is smaller. The last patches of each batch are moved so that they hold a random voxel of a
-    random class of the case, as near to their centre as the case's border allows. If voxels may lack an annotation, the
-    other patches are moved likewise to a random annotated voxel, as in nnU-Net.
+    drawn with replacement; the number of batches stays the same. A patch is placed anywhere within its case, and
+    centred along an axis where the case is smaller. The last patches of each batch are moved so that they contain a
+    random voxel of a random class of the case, as near to their centre as the case's border allows. If voxels may lack
+    an annotation, the other patches are moved to a random annotated voxel in the same way, as in nnU-Net.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def plan_epoch(
     batch_size, iterations : int
         Patches per batch, batches per epoch.
     share : float
-        Share of the batch that surely holds foreground, see `num_foreground`.
+        Share of the batch that is drawn to contain foreground, see `num_foreground`.
     generator : torch.Generator
         Generator on the CPU.
     annotated : ForegroundVoxels, optional
@@ -155,14 +155,14 @@ class PatchBatches:
     batch_size, iterations : int
         Patches per batch, batches per epoch.
     foreground : float
-        Share of a batch that surely holds foreground; nnU-Net's 0.33 by default.
+        Share of a batch that is drawn to contain foreground; nnU-Net's 0.33 by default.
     source_size : sequence of int, optional
         D, H, W of the box around each patch, with the margin for augmentation; the patch by default.
     seed : int
         Seed of the experiment.
     prefetch : int, optional
         Batches prepared ahead, each by a thread, if some cases are in main memory or mapped; by default 3 for training
-        on a GPU, and none on a CPU, whose cores the network needs.
+        on a GPU, and none on a CPU, since the network needs its cores.
 
     Attributes
     ----------
@@ -223,7 +223,7 @@ class PatchBatches:
         Raises
         ------
         DataError
-            If the file of a mapped case was truncated meanwhile.
+            If the file of a mapped case has been truncated.
         """
         self.cache.require_files()
         plan = self.plan(number)
@@ -237,7 +237,7 @@ class PatchBatches:
         return EpochPlaces(cases, corners, names, (begins, shapes, firsts))
 
     def fetch(self, places: EpochPlaces, start: int = 0) -> Generator[tuple[Tensor, Tensor]]:
-        """Yield the result of `VolumeCache.fetch` for each batch from ``start`` on, prepared ahead by threads."""
+        """Yield the result of `VolumeCache.fetch` for each batch, starting with ``start``; threads work ahead."""
         self.seconds_waited = 0.0
 
         def make(iteration: int) -> tuple[Tensor, Tensor]:
@@ -250,7 +250,7 @@ class PatchBatches:
             begun = time.perf_counter()
 
     def epoch(self, number: int, start: int = 0, rows: Sequence[slice] = (slice(None),)) -> Iterator[Batch]:
-        """Yield the batches of epoch ``number`` from batch ``start`` on, or some rows of each.
+        """Yield the batches of epoch ``number``, starting with batch ``start``, or some rows of each.
 
         Each batch has ``image`` (B, C, *source_size) in float32 and ``label`` (B, 1, *source_size) in uint8, both on
         the cache's device, and ``case``, the ids. Only the requested rows are cut out.
@@ -265,9 +265,9 @@ class PatchBatches:
         is_positive = min(self.batch_size, self.iterations, *self.patch_size) > 0
         if not is_positive or not 0 <= self.share <= 1 or any(margin < 0 or margin % 2 for margin in margins):
             raise ConfigError(
-                "patches need positive sizes and numbers, a share of foreground in [0, 1], and a source_size that "
-                "exceeds patch_size by the same number of voxels on either side, as BatchAugmentation.source_size; got "
-                f"patch_size {self.patch_size}, batch_size {self.batch_size}, iterations {self.iterations}, share "
+                "patches need positive sizes and counts, a share of foreground in [0, 1], and a source_size that "
+                "exceeds patch_size by the same number of voxels on both sides, as BatchAugmentation.source_size does; "
+                f"got patch_size {self.patch_size}, batch_size {self.batch_size}, iterations {self.iterations}, share "
                 f"{self.share}, source_size {self.source_size}"
             )
 
@@ -291,7 +291,7 @@ def _make_ahead(
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
-        finally:  # the caller may stop in mid-epoch
+        finally:  # the caller may stop in the middle of an epoch
             for future in pending:
                 future.cancel()
 
@@ -302,7 +302,8 @@ def mix_seed(*numbers: int) -> int:
     >>> mix_seed(0, 1, 2) == mix_seed(0, 1, 2) != mix_seed(0, 2, 1)
     True
 
-    An epoch's patches, the effects on its first batch, and a user's effects on that batch's first row are drawn apart:
+    An epoch's patches, the effects on its first batch, and custom effects on that batch's first row have separate
+    seeds:
 
     >>> len({mix_seed(0, 1), mix_seed(0, 1, 0), mix_seed(0, 1, 0, 0)})
     3

@@ -1,8 +1,8 @@
-"""Read files into voxels and their place in the patient, from the path in a field of a case.
+"""Read voxels and their place in the patient from the path in a field of a case.
 
 The path decides the format: a folder is a DICOM series, a suffix names NIfTI, MHA or NRRD, and a DICOM file represents
-its whole series. Voxels keep the order of the file; turning them to RAS+ axes is a transform, so that it can be
-inverted. If a field has several paths, each is one channel, and all are on one grid: this module resamples nothing.
+its whole series. Voxels keep the order of the file; a transform turns them to RAS+ axes, so that the turn can be
+inverted. If a field has several paths, each is one channel, and all must be on one grid: this module does not resample.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ SUFFIXES = Registry(
     "reader",
     {**dict.fromkeys((".nii.gz", ".nii"), read_nifti), **dict.fromkeys((".mha", ".mhd", ".nrrd", ".nhdr"), read_itk)},
 )
-"""The reader of each kind of file, by suffix in lower case; a folder is read as a DICOM series. A reader of the user
-takes a path and returns the result of `volseg.data.as_volume`."""
+"""The reader of each kind of file, by suffix in lower case; a folder is read as a DICOM series. A custom reader takes a
+path and returns the result of `volseg.data.as_volume`."""
 
 
 class Read:
@@ -77,7 +77,7 @@ class Read:
             paths = case[field] if isinstance(case[field], tuple | list) else [case[field]]
             if not all(isinstance(path, str | Path) for path in paths):
                 found = type(case[field]).__name__
-                raise ReaderError(f"case {name}: {field} should be a path, got {found}; or a tuple, a path per channel")
+                raise ReaderError(f"case {name}: {field} should be a path, or a path per channel, got a {found}")
             try:
                 is_label = field == "label"
                 read[field] = (
@@ -91,14 +91,14 @@ class Read:
 def read_volume(files: Files) -> MetaTensor:
     """Read a file, a folder with one DICOM series, or one of these per channel, as ``(C, D, H, W)`` float32.
 
-    ``affine`` maps voxel indices to RAS+ mm (float64). ``meta`` holds ``filename_or_obj``, ``original_affine``,
+    ``affine`` maps voxel indices to RAS+ mm (float64). ``meta`` contains ``filename_or_obj``, ``original_affine``,
     ``spatial_shape``, ``original_dtype``, ``sform_code``, ``qform_code`` and ``space``; for several files, the first's.
 
     Raises
     ------
     ReaderError
-        If a path does not exist, or its content cannot be read as a volume; or if one of several files has several
-        channels, or another grid than the first.
+        If a path does not exist, or its content cannot be read as a volume; or if one of several files has more than
+        one channel, or another grid than the first.
     """
     first, *others = list_files(files)
     volume = _read_file(first)
@@ -121,7 +121,7 @@ def read_label(files: Files, image: MetaTensor | Files | None = None, task: Task
     files : path
         Path of the label map.
     image : MetaTensor or path, optional
-        The label's image; of another format, only its grid counts.
+        The label's image; if it is not DICOM, only its grid is used.
     task : Task, optional
         Task whose names of labels and regions decide the values.
 
@@ -136,7 +136,7 @@ def read_label(files: Files, image: MetaTensor | Files | None = None, task: Task
     path = label.path
     if image is None or task is None:
         raise ReaderError(
-            f"{path} is a {label}, and is read beside its image by the names of labels; name the data set that has both"
+            f"{path} is a {label}, which needs its image and the names of labels; name the data set that has both"
         )
     volume = image if isinstance(image, MetaTensor) else read_volume(image)
     uid = read_image_text(Path(volume.meta["filename_or_obj"]))
@@ -168,7 +168,7 @@ def list_case_files(case: Case) -> list[Path]:
 
 
 def name_files(files: Files) -> str:
-    """Return the paths of a field in the form for messages.
+    """Return the paths of a field as text for messages.
 
     >>> name_files(("scan_0000.nii.gz", "scan_0001.nii.gz"))
     'scan_0000.nii.gz, scan_0001.nii.gz'
@@ -180,8 +180,8 @@ def name_files(files: Files) -> str:
 def _require_one_channel(volume: MetaTensor, path: Path) -> MetaTensor:
     if len(volume) != 1:
         raise ReaderError(
-            f"{path} holds {len(volume)} channels, but stands for one of several; name only this file, or split it "
-            "into a file per channel"
+            f"{path} has {len(volume)} channels, but is one of several files, which must have one channel each; name "
+            "only this file, or split it into a file per channel"
         )
     return volume
 
@@ -192,10 +192,10 @@ def _read_file(path: Path, read: Callable[[Path], MetaTensor] | None = None) -> 
     except ReaderError:
         raise
     except MemoryError as fault:
-        raise LargeVolumeError(f"{path} needs more memory to be read than there is; crop or resample it") from fault
+        raise LargeVolumeError(f"{path} needs more memory than there is; crop or resample it") from fault
     except Exception as fault:  # a parser may raise anything for damaged bytes, and other cases must still be reported
         reason = f"{type(fault).__name__}: {fault}".partition("\n")[0]
-        raise ReaderError(f"{path} cannot be read ({reason}); it is damaged, or no image: fetch it again") from fault
+        raise ReaderError(f"{path} cannot be read ({reason}); it is damaged or not an image: fetch it again") from fault
 
 
 def choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
@@ -204,7 +204,7 @@ def choose_reader(path: Path) -> Callable[[Path], MetaTensor]:
     Raises
     ------
     ReaderError
-        If the path does not exist, no reader takes its kind, or its name is not UTF-8.
+        If the path does not exist, no reader supports its kind, or its name is not UTF-8.
     """
     require_text(path, "a file to read", ReaderError)  # ITK would end the process
     if not path.exists():
@@ -229,8 +229,8 @@ def _require_volume(volume: MetaTensor, path: Path) -> MetaTensor:
         return volume
     shape = tuple(getattr(volume, "shape", ()))
     raise ReaderError(
-        f"the reader of {match_suffix(path)} files must return what volseg.data.as_volume makes, (C, D, H, W) with an "
-        f"affine, got a {type(volume).__name__} {shape} for {path}"
+        f"the reader of {match_suffix(path)} files must return a volume (C, D, H, W) with an affine, built by "
+        f"volseg.data.as_volume; got a {type(volume).__name__} {shape} for {path}"
     )
 
 
@@ -261,7 +261,7 @@ def read_affine(path: str | Path) -> np.ndarray:
     Raises
     ------
     ReaderError
-        If the path does not exist, or cannot be read as far as needed.
+        If the path does not exist, or the image or its header cannot be read.
     """
     path = Path(path)
     if _is_nifti(path):

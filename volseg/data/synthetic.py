@@ -1,8 +1,8 @@
-"""A data set that needs no download: two touching structures in noisy, tilted, unevenly scaled volumes.
+"""Write a synthetic data set, which needs no download: two touching structures in noisy, tilted volumes.
 
 The anatomy is drawn in the patient's millimetres and then sampled on a grid, so that spacing, orientation and tilt
 change the voxels but never the anatomy. It follows the hippocampus of MSD Task04: a bent tube, thick in front
-(``Anterior``) and thin behind (``Posterior``), of one grey value, beside a dark ventricle and other grey matter. The
+(``Anterior``) and thin behind (``Posterior``), of one grey value, next to a dark ventricle and other grey matter. The
 border between the two labels shows only in the shape and in a faint change of intensity.
 """
 
@@ -28,7 +28,7 @@ ORIENTATIONS = [(order, signs) for order in permutations(range(3)) for signs in 
 """The 48 ways to lay voxel axes along the patient's."""
 
 NUM_POINTS = 32
-"""Points of the curve in the middle of a tube, closer to each other than voxels are."""
+"""Points of the curve in the middle of a tube; they are closer to each other than voxels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class SyntheticGrid:
     affine: np.ndarray
 
     def positions(self) -> np.ndarray:
-        """Return the place of each voxel centre, ``(D, H, W, 3)``."""
+        """Return the position of each voxel's centre, ``(D, H, W, 3)``."""
         indices = np.moveaxis(np.indices(self.shape, dtype=np.float64), 0, -1)
         return indices @ self.affine[:3, :3].T + self.affine[:3, 3]
 
@@ -96,12 +96,12 @@ def write_task(
     """
     root = Path(root)
     if num_cases < 2 or num_test < 0:
-        raise DataError(f"need num_cases >= 2 and num_test >= 0, got {num_cases=}, {num_test=}")
+        raise DataError(f"needed: num_cases >= 2 and num_test >= 0, got {num_cases=}, {num_test=}")
     _clear(root)
     for folder in FOLDERS:
         (root / folder).mkdir(parents=True, exist_ok=True)
     names = [f"synthetic_{number:03d}" for number in range(1, num_cases + num_test + 1)]
-    # The manifest comes first: it marks the folder as an output of this function after an interruption.
+    # The manifest is written first: after an interruption it marks the folder as an output of this function.
     _write_manifest(root, described, names[:num_cases], names[num_cases:])
     for number, name in enumerate(names):
         image, label = draw_case(np.random.default_rng([seed, number]))
@@ -125,7 +125,7 @@ def _clear(root: Path) -> None:
     except (DataError, AttributeError):
         ours = False
     if not ours:
-        raise DataError(f"{root} is not empty and was not made by volseg; name a new or an empty folder")
+        raise DataError(f"{root} is not empty, and volseg did not write it; name a new or an empty folder")
     for folder in FOLDERS:
         for path in (root / folder).glob("synthetic_*.nii.gz"):
             path.unlink()
@@ -157,7 +157,7 @@ def _draw_case(rng: np.random.Generator) -> tuple[nibabel.Nifti1Image, nibabel.N
 
 
 def _draw_grid(rng: np.random.Generator) -> SyntheticGrid:
-    """Lay 32 to 48 voxels a side around the origin, in any orientation, half of the time obliquely."""
+    """Return a grid of 32 to 48 voxels a side around the origin, in any orientation; half of them are oblique."""
     spacing = rng.uniform(0.9, 1.2, size=3)
     order, signs = ORIENTATIONS[rng.integers(len(ORIENTATIONS))]
     extent = np.array([38.0, 46.0, 38.0])[list(order)]  # mm, along the voxel axes
@@ -208,7 +208,7 @@ def _measure_depth(positions: np.ndarray, curve: np.ndarray, radius: np.ndarray)
 
 
 def draw_texture(shape: tuple[int, ...], width: float, rng: np.random.Generator) -> np.ndarray:
-    """Smooth noise of unit variance; ``width`` in voxels."""
+    """Return smooth noise of unit variance; ``width`` is in voxels."""
     smooth = gaussian_filter(rng.standard_normal(shape), width)
     return smooth / smooth.std()
 

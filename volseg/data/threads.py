@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 MOST_THREADS = min(8, os.cpu_count() or 1)
-"""Default number of threads; each holds a case in memory."""
+"""Default number of threads; each keeps a case in memory."""
 
 
 def map_in_threads(
@@ -21,8 +21,8 @@ def map_in_threads(
 ) -> Generator[Result, None, None]:
     """Yield ``function(item)`` for every item, in order, computed by threads.
 
-    By default there is a thread per core, at most 8. Closing the generator early
-    cancels waiting work. Each thread computes by itself; see `compute_in_one_thread`.
+    By default there is a thread per core, at most 8. Closing the generator early cancels waiting work. torch uses one
+    thread in each of them; see `compute_in_one_thread`.
     """
     own = partial(torch.set_num_threads, 1)
     with compute_in_one_thread(), ThreadPoolExecutor(workers or MOST_THREADS, initializer=own) as threads:
@@ -31,10 +31,7 @@ def map_in_threads(
 
 @contextmanager
 def compute_in_one_thread() -> Iterator[None]:
-    """Let torch sum in one order on any number of cores: with several threads each sums a part.
-
-    So a case is prepared to the same bits by a process with one core and by one with sixteen.
-    """
+    """Make torch sum in the same order on any number of cores; of several threads, each would sum a part."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,9 +1,9 @@
-"""The content of a file: its bytes, with checks of the sizes that its header claims, and its voxels with their place.
+"""Read the bytes of a file, check the sizes that its header claims, and return voxels with their place in the patient.
 
 A header can claim any size in a few digits. The claim is compared with the file's bytes before memory of that size is
 allocated, and a compressed file is decompressed no further than its header needs.
 
-Every reader returns a MetaTensor of MONAI, so its transforms can be used and inverted. Beside MONAI's own keys,
+Every reader returns a MetaTensor, so MONAI's transforms can be used and inverted. In addition to MONAI's own keys,
 ``meta`` has the values that a writer needs to save a prediction in the form of the image's file.
 """
 
@@ -53,7 +53,7 @@ GZIP_FLAGS, RESERVED_FLAGS = 3, 0xE0
 
 
 def damaged(path: Path, what: object) -> DamagedFileError:
-    """Return the error of a file whose bytes are not those that were written."""
+    """Return the error of a file whose bytes have changed since it was written."""
     return DamagedFileError(f"{path} is truncated or damaged ({what}); fetch it again")
 
 
@@ -68,19 +68,19 @@ def require_regular(path: Path) -> int:
     try:
         found = os.stat(path)
     except OSError as fault:
-        raise ReaderError(f"{path} cannot be looked at ({fault.strerror or fault}); check the path") from fault
+        raise ReaderError(f"{path} cannot be accessed ({fault.strerror or fault}); check the path") from fault
     if not stat.S_ISREG(found.st_mode):
-        raise ReaderError(f"{path} is not a regular file, nor a link to one; name an image file")
+        raise ReaderError(f"{path} is neither a regular file nor a link to one; name an image file")
     return found.st_size
 
 
 def require_packing(file: BinaryIO, path: Path, packing: Packing | None = None) -> None:
-    """Raise if a file is a pointer of Git LFS, or its compression differs from its name.
+    """Raise if a file is a Git LFS pointer, or its compression does not match its name.
 
     Parameters
     ----------
     file : binary file
-        Open at its beginning, and left there.
+        File open at its beginning, where it stays.
     path : Path
         Path of the file, for messages.
     packing : {"plain", "gzip"}, optional
@@ -90,20 +90,20 @@ def require_packing(file: BinaryIO, path: Path, packing: Packing | None = None) 
     file.seek(0)
     if begin == LFS_POINTER:
         raise ReaderError(
-            f"{path} is a pointer of Git LFS, a text that stands for the image; fetch the image by `git lfs pull`"
+            f"{path} is a Git LFS pointer, a text in place of the image; fetch the image with `git lfs pull`"
         )
     if packing == "plain" and begin.startswith(GZIP):
-        raise ReaderError(f"{path} is compressed by gzip, which its name does not say; rename it to {path.name}.gz")
+        raise ReaderError(f"{path} is compressed with gzip, but not called .gz; rename it to {path.name}.gz")
     if begin.startswith(GZIP) and len(begin) > GZIP_FLAGS and begin[GZIP_FLAGS] & RESERVED_FLAGS:
         raise damaged(path, "its gzip header has reserved flags")
     if packing == "gzip" and begin.startswith(NIFTI):
         raise ReaderError(
-            f"{path} is not compressed by gzip, as its name says; rename it to {path.name.removesuffix(path.suffix)}"
+            f"{path} is called .gz, but not compressed with gzip; rename it to {path.name.removesuffix(path.suffix)}"
         )
 
 
 def require_held(claimed: int, held: int, path: Path, packing: Packing = "plain") -> None:
-    """Raise if ``held`` bytes of a file cannot hold the ``claimed`` bytes at any compression."""
+    """Raise if ``held`` bytes of a file cannot contain the ``claimed`` bytes at any compression."""
     most = max(held, 0) * (1 if packing == "plain" else DEFLATE_RATIO)
     if claimed > most:
         at_most = "" if packing == "plain" else " at most"
@@ -114,8 +114,8 @@ def require_memory(needed: int, path: Path) -> None:
     """Raise if a volume would take more bytes than the free memory."""
     if needed > ALWAYS_FITS and needed > (free := available_bytes()):
         raise LargeVolumeError(
-            f"{path} needs {needed / 2**30:.1f} GiB of memory to be read, and {free / 2**30:.1f} GiB are free; crop or "
-            "resample it, or read it on a larger machine"
+            f"{path} needs {needed / 2**30:.1f} GiB of memory, but {free / 2**30:.1f} GiB are free; crop or resample "
+            "it, or read it on a larger machine"
         )
 
 
@@ -143,12 +143,12 @@ def iterate_content(file: BinaryIO, packing: Packing) -> Iterator[bytes]:
 
 
 def read_content(file: BinaryIO, path: Path, packing: Packing, room: memoryview | None, needed: int) -> None:
-    """Read the content to its end, which has the checksum; write its first ``needed`` bytes into ``room``.
+    """Read the content to its end, where the checksum is; write its first ``needed`` bytes into ``room``.
 
     Raises
     ------
     DamagedFileError
-        If the file is damaged, holds fewer bytes, or has more than `SURPLUS_BYTES` behind them.
+        If the file is damaged, has fewer bytes, or has more than `SURPLUS_BYTES` after them.
     """
     count = 0
     with naming_damage(path):
@@ -160,7 +160,7 @@ def read_content(file: BinaryIO, path: Path, packing: Packing, room: memoryview 
                 break
     require_held(needed, count, path)
     if count > needed + SURPLUS_BYTES:
-        raise damaged(path, f"it holds more than its header says: over {SURPLUS_BYTES} bytes follow the voxels")
+        raise damaged(path, f"it contains more than its header says: over {SURPLUS_BYTES} bytes follow the voxels")
 
 
 SCANNER_ANATOMICAL = 1
@@ -171,7 +171,7 @@ BLOCK_SIDE = 32
 
 
 def require_numbers(stored: np.dtype, path: str | Path) -> None:
-    """Raise unless voxels of type ``stored`` are integers or floats of 64 bits at most: no colours, complex numbers."""
+    """Raise unless ``stored`` is a type of integers or floats of at most 64 bits, not of colours or complex numbers."""
     if stored.kind not in "biuf" or stored.itemsize > 8:
         raise ReaderError(f"{path} stores voxels of type {stored}; convert them to integers or floats")
 
@@ -185,7 +185,7 @@ def as_volume(
     sform_code: int = SCANNER_ANATOMICAL,
     qform_code: int = SCANNER_ANATOMICAL,
 ) -> MetaTensor:
-    """Bind voxels to their place in the patient.
+    """Return voxels as a volume with their place in the patient.
 
     Parameters
     ----------
@@ -196,17 +196,17 @@ def as_volume(
     stored
         The voxel type of the file.
     sform_code, qform_code
-        NIfTI's codes for the meaning of the affine; a file of another format counts as scanner coordinates.
+        NIfTI's codes for the meaning of the affine; for other formats, scanner coordinates.
 
     Raises
     ------
     ReaderError
-        If the voxels are not numbers, there are none, or the affine does not place them in three dimensions.
+        If there are no voxels, they are not numbers, or the affine does not place them in three dimensions.
     """
     require_numbers(stored, path)
     if voxels.ndim != 4 or 0 in voxels.shape:
         raise ReaderError(
-            f"{path} needs three axes with at least one voxel each, but has (C, D, H, W) = {voxels.shape}"
+            f"{path} must have three axes with at least one voxel each, but has (C, D, H, W) = {voxels.shape}"
         )
     affine = np.asarray(affine, dtype=np.float64)
     if not np.isfinite(affine).all() or np.linalg.matrix_rank(affine[:3, :3]) < 3:
@@ -230,8 +230,8 @@ def as_volume(
 def _order_voxels(voxels: np.ndarray) -> np.ndarray:
     """Return a copy in float32 whose last axis is contiguous.
 
-    Files have their first axis contiguous. A block of it fits into the cache; line by line the whole volume would pass
-    through the cache once per voxel of a line, which takes three times as long for a CT.
+    Files have their first axis contiguous. A block of voxels fits into the cache; line by line, the whole volume would
+    pass through the cache once per voxel of a line, which takes three times as long for a CT.
     """
     ordered = np.empty(voxels.shape, dtype=np.float32)
 

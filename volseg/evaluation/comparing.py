@@ -1,8 +1,9 @@
 """Compare methods on the same cases: paired differences, their interval, and Wilcoxon's test.
 
-Cases differ more than methods do, so two means with their spreads show little; each case is compared with itself. All
-pairs of methods are compared. The p values of one metric, over all labels and pairs, are corrected together after Holm.
-They are about these cases and these trained networks, and do not cover the variation between training seeds.
+Cases differ more than methods do, so two means with their spreads show little: the methods are compared on each case.
+All pairs of methods are compared. The p values of one metric, over all labels and pairs, are corrected together by
+Holm's method. They apply to these cases and these trained networks, and do not cover the variation between training
+seeds.
 """
 
 import csv
@@ -30,7 +31,7 @@ PLACES = ("summary.json", "validation/summary.json")
 
 
 COMPARED = tuple(name for name in JUDGED if name != "IoU")
-"""IoU is left out: it is a function of Dice and ranks cases equally."""
+"""Compared metrics. IoU is left out: it is a function of Dice and ranks cases equally."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +43,23 @@ class Method:
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """Names of labels by key of the summary, as far as known."""
+        """Known names of labels by key of the summary."""
         return self.summary.get("labels", {})
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """Settings of the measurement of surfaces and lesions, as far as known."""
+        """Known settings of the measurement of surfaces and lesions."""
         return self.summary.get("settings", {})
 
 
 PairedResult = dict[str, Any]
-"""One metric of one label, by two methods on the same cases. Differences are the second less the first.
-
-``metric``, ``label``, ``first`` and ``second`` name them. ``num_cases`` counts the cases in which both methods have a
-finite value, and all means, ``median_difference``, ``low`` and ``high`` (the percentile bootstrap interval of the mean
-difference) are over these, as are the cases in which the second is better, worse and equal. ``num_undefined`` counts
-further cases, in which a distance is infinite: one of the methods, or both, found nothing. ``p_value`` is the two-sided
-one of Wilcoxon's signed-rank test, ``p_holm`` is corrected for the other labels and pairs. ``differences`` are by case,
-in the order of their ids: infinite where one distance is, NaN where both are or one has no value.
+"""One metric of one label, by two methods on the same cases. Differences are the second minus the first. ``metric``,
+``label``, ``first`` and ``second`` are names. ``num_cases`` counts the cases in which both methods have a finite value;
+all means, ``median_difference``, ``low`` and ``high`` (the percentile bootstrap interval of the mean difference) and
+the numbers of cases in which the second is better, worse and equal are over these cases. ``num_undefined`` counts the
+other cases, with an infinite distance: at least one method found nothing. ``p_value`` is that of the two-sided Wilcoxon
+signed-rank test, ``p_holm`` is corrected for the other labels and pairs. ``differences`` are per case, in the order of
+the ids: infinite if one distance is infinite, NaN if both are or one has no value.
 """
 
 
@@ -69,7 +69,7 @@ def read_method(source: str | Path, name: str | None = None) -> Method:
     Raises
     ------
     DataError
-        If there is no summary, or it holds a case twice.
+        If there is no summary, or it contains a case twice.
     """
     source = Path(source)
     files = [source] if source.is_file() else [source / place for place in PLACES if (source / place).is_file()]
@@ -80,17 +80,17 @@ def read_method(source: str | Path, name: str | None = None) -> Method:
         )
     summary = read_summary(files[0])
     if doubled := list_duplicates(name_cases(summary)):
-        raise DataError(f"{files[0]} holds {list_some(doubled)} more than once; score each case once")
+        raise DataError(f"{files[0]} contains {list_some(doubled)} more than once; score each case once")
     return Method(name=name or source.name or str(source), summary=summary)
 
 
 def compare_methods(methods: Sequence[Method]) -> list[PairedResult]:
-    """Compare every two methods, case by case, in the metrics of `COMPARED` that all of them have.
+    """Compare every two methods case by case, in the metrics of `COMPARED` that all methods have.
 
     Parameters
     ----------
     methods : sequence of Method
-        Two or more, of the same cases and labels.
+        At least two, with the same cases and labels.
 
     Raises
     ------
@@ -119,9 +119,9 @@ def _has(method: Method, metric: str) -> bool:
 
 def _require_same(methods: Sequence[Method]) -> None:
     if len(methods) < 2:
-        raise DataError(f"a comparison needs two methods or more, got {len(methods)}")
+        raise DataError(f"a comparison needs at least two methods, got {len(methods)}")
     if doubled := list_duplicates(method.name for method in methods):
-        raise DataError(f"two methods are called {doubled[0]!r}; they cannot be told apart")
+        raise DataError(f"two methods are called {doubled[0]!r}; give each its own name")
     first, *others = methods
     for other in others:
         for kind, mine, theirs in (
@@ -142,22 +142,22 @@ def _require_same(methods: Sequence[Method]) -> None:
         ]
         if told:
             raise DataError(
-                f"{first.name} and {other.name} cannot be compared, for they differ in {list_some(told)}; score both "
+                f"{first.name} and {other.name} cannot be compared, since they differ in {list_some(told)}; score both "
                 "in the same way"
             )
 
 
 def _list_facts(method: Method) -> dict[str, object]:
-    """Return what comparable methods have in common, as far as it is known: names, settings, and true sizes."""
+    """Return the known facts in which comparable methods must agree: names, settings, and true sizes."""
     facts: dict[str, object] = {f"the setting {key}": value for key, value in method.settings.items()}
     for key, name in method.labels.items():
-        if name != f"label_{key}":  # which nobody has named
+        if name != f"label_{key}":  # a label without a name
             facts[f"the name of label {key}"] = name
     if _has(method, "n_ref"):
         cases = sorted(name_cases(method.summary))
         for label in method.summary["mean"]:
             for case, size in zip(cases, _scores_by_case(method, label, "n_ref").tolist(), strict=True):
-                if not math.isnan(size):  # a case that is not annotated for the label has no size and no score
+                if not math.isnan(size):  # a case without annotation of the label has neither size nor score
                     facts[f"the true voxels of label {label} in case {case}"] = size
     return facts
 
@@ -197,7 +197,7 @@ def _compare(metric: str, label: str, first: Method, second: Method) -> PairedRe
 
 
 def _test(differences: NDArray[np.float64]) -> float:
-    """Return the p value of Wilcoxon's signed-rank test; cases without a difference are left out, as he did."""
+    """Return the p value of Wilcoxon's signed-rank test; cases without a difference are left out, as by Wilcoxon."""
     differences = differences[differences != 0]
     if not differences.size:
         return 1.0
@@ -205,7 +205,7 @@ def _test(differences: NDArray[np.float64]) -> float:
 
 
 def _correct(p_values: Sequence[float]) -> list[float]:
-    """Return p values after Holm: the smallest times their number, the next times one less, never below the one before.
+    """Return Holm's p values: the smallest times their number, the next times one less, but at least the one before.
 
     >>> _correct([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
@@ -227,7 +227,7 @@ SIDES = f"above 0, in {', '.join(DISTANCES)} below 0"
 
 
 def comparison_table(results: Sequence[PairedResult]) -> str:
-    """Return a Markdown table, a row for each metric, label and pair of methods."""
+    """Return a Markdown table with a row for each metric, label and pair of methods."""
     rows: list[tuple[str, ...]] = [HEADER]
     for of in results:
         undefined = f", {of['num_undefined']} with an infinite distance left out" if of["num_undefined"] else ""
@@ -244,18 +244,18 @@ def comparison_table(results: Sequence[PairedResult]) -> str:
                 f"{of['p_holm']:.2g}",
             )
         )
-    return f"{format_table(rows)}\n\nA difference is the second method less the first. The second is better {SIDES}."
+    return f"{format_table(rows)}\n\nA difference is the second method minus the first. The second is better {SIDES}."
 
 
 def write_comparison(results: Sequence[PairedResult], methods: Sequence[Method], folder: str | Path) -> list[Path]:
-    """Write ``comparison.json`` and ``comparison.csv``, each in one step; return the paths."""
+    """Write ``comparison.json`` and ``comparison.csv``, each atomically; return the paths."""
     folder = Path(folder)
     cases = sorted(name_cases(methods[0].summary))
     paths = [folder / f"comparison.{suffix}" for suffix in ("json", "csv")]
     told = {
         "methods": [method.name for method in methods],
         "cases": cases,
-        "test": "Wilcoxon signed-rank, two-sided, cases of no difference left out",
+        "test": "Wilcoxon signed-rank, two-sided, cases without a difference left out",
         "correction": "Holm, over the labels and pairs of methods of a metric",
         "results": [replace_nan(result) for result in results],
     }
@@ -279,12 +279,12 @@ def compare_folders(sources: Sequence[str | Path], output: str | Path, *, overwr
     Raises
     ------
     DataError, ConfigError
-        For sources without scores, of other cases or labels, or a comparison that is there already.
+        For sources without scores, with other cases or labels, or a comparison that already exists.
     """
     output = Path(output)
     require_new(*(output / f"comparison.{suffix}" for suffix in ("json", "csv")), overwrite=overwrite)
     paths = [Path(source) for source in sources]
-    # The last part of a path is its name, unless two are equal.
+    # The last part of a path is the method's name, unless two are equal.
     are_different = len({path.absolute().name for path in paths}) == len(paths)
     methods = [read_method(path, path.absolute().name if are_different else str(path)) for path in paths]
     results = compare_methods(methods)

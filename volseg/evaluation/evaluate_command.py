@@ -40,18 +40,18 @@ def score_folders(
     predictions, labels : path
         See `evaluate_folders`.
     output : path
-        Folder of these files.
+        Folder for the two files.
     metrics : collection of str, optional
-        Which are wanted, in any case of letters; distances are measured only if one of them is among these.
+        Names of the metrics, in any case; distances are measured only if one of them is included.
     overwrite : bool
-        Replace these files.
+        Whether to replace existing files.
     **settings
-        Of `evaluate_folders`.
+        Settings of `evaluate_folders`.
 
     Raises
     ------
     DataError, ConfigError
-        See `evaluate_folders`; also for an unknown metric, NSD without a tolerance, or a file that is there.
+        See `evaluate_folders`; also for an unknown metric, NSD without a tolerance, or an existing file.
     """
     files = [Path(output) / name for name in ("summary.json", "cases.csv")]
     require_new(*files, overwrite=overwrite)
@@ -75,7 +75,7 @@ def format_json(evaluated: EvaluatedFolders) -> str:
 
 
 def format_report(evaluated: EvaluatedFolders, metrics: Collection[str] | None = None) -> str:
-    """Return the report of an evaluation: the table, and the cases that are not in it."""
+    """Return the report of an evaluation: the table, and the cases that it lacks."""
     pairs = evaluated.pairs
     lines = (
         []

@@ -1,4 +1,4 @@
-"""Score the predictions of any program: pair them with label maps by file names or by a table, and compare."""
+"""Score the predictions of any program: pair them with label maps by file names or a table, and compare them."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,19 +28,19 @@ WORDS = (*LABEL_WORDS, "pred", "preds", "prediction", "predicted")
 """Last words of names that describe the file, not the case."""
 
 FIRST_CHANNEL, SECOND_CHANNEL = "_0000", "_0001"
-"""Number of the first channel, which renamed predictions may keep. No other number counts as a channel's: ``scan_0010``
-and ``scan_0011`` are two cases."""
+"""Number of the first channel, which predictions may keep in their names. Other numbers are not read as channels:
+``scan_0010`` and ``scan_0011`` are two cases."""
 
 DECLARED = ("name", "labels", "regions", "regions_class_order", "ignore")
 """Keys that are read from a manifest; those about cases are not."""
 
 RECORD = "predicted.jsonl"
-"""File beside predictions; its first line describes their source."""
+"""File next to predictions; its first line describes their source."""
 
 
 REMEDY = (
-    "files are paired by their names, CASE.nii.gz in both: rename them, or name by --labels a table (CSV) with the "
-    "columns case, prediction and label"
+    "files are paired by their names, CASE.nii.gz in both: rename them, or pass a table (CSV) with the columns case, "
+    "prediction and label with --labels"
 )
 
 
@@ -49,7 +49,7 @@ class Pairs:
     """The files of two folders, by case."""
 
     matched: Mapping[str, tuple[Path, Path]]
-    """Case to prediction and label."""
+    """Prediction and label by case."""
     missing: tuple[str, ...]
     """Cases with a label but without a prediction."""
     surplus: tuple[Path, ...]
@@ -71,21 +71,21 @@ class EvaluatedFolders:
     scoring: Scoring
     pairs: Pairs
     faults: Mapping[str, str] = field(default_factory=dict)
-    """Reasons by case that could not be scored."""
+    """Reason by case that could not be scored."""
 
 
 def pair_files(predictions: str | Path, labels: str | Path) -> Pairs:
     """Pair predictions with labels by the id of the case.
 
     Labels are those of a folder, of a data set in any layout, or of a table with the columns ``case`` and ``label``; a
-    column ``prediction`` names files of the folder of predictions. Without this column an id is a file's name without
-    its suffix, and without a last ``_0000``, ``_seg``, ``_pred`` ... or name of a channel, where only so it has a
-    partner. Channels are those of the data set and of the run that predicted.
+    column ``prediction`` names files of the folder of predictions. Without this column, an id is a file's name without
+    its suffix; if that has no partner, also without a final ``_0000``, ``_seg``, ``_pred`` ... or channel name.
+    Channels are those of the data set and of the run that predicted.
 
     Raises
     ------
     DataError
-        If a folder holds no volumes, two files of one case, or no case is in both.
+        If a folder contains no volumes or two files of one case, or no case is in both.
     """
     predictions, labels = Path(predictions), Path(labels)
     predicted = _list_by_id(predictions)
@@ -100,7 +100,7 @@ def pair_files(predictions: str | Path, labels: str | Path) -> Pairs:
     files = {case: predictions / row.prediction for case, row in listed.items() if row.prediction}
     matched = {case: (path, true[case]) for case, path in files.items() if path.is_file()}
     if not matched:
-        raise DataError(f"{labels} names no prediction in {predictions}; its column 'prediction' needs names of files")
+        raise DataError(f"{labels} names no prediction in {predictions}; its column 'prediction' needs file names")
     surplus = tuple(sorted(set(predicted.values()) - set(files.values())))
     return Pairs(matched=matched, missing=tuple(sorted(true.keys() - matched)), surplus=surplus, labelled=labelled)
 
@@ -136,7 +136,7 @@ def _pair_names(predicted: Mapping[str, Path], true: Mapping[str, Path], predict
 
 
 def _list_labels(labels: Path) -> tuple[dict[str, Path], dict[str, Files]]:
-    """Return the label map of each case of a folder of label maps, or of a data set, and there the images too."""
+    """Return the label map of each case of a folder of label maps or of a data set, and the images of a data set."""
     if not labels.is_dir() or labels.name.casefold() in {name.casefold() for name in LABEL_FOLDERS}:
         return _list_by_id(labels), {}
     has_images = bool(list_images(labels))
@@ -155,10 +155,10 @@ def _list_by_id(folder: Path) -> dict[str, Path]:
         raise DataError(f"{folder} is not a folder; name one with a label map for each case")
     files = list_labels(folder)
     if not files:
-        raise DataError(f"{folder} holds no volume; needed: a label map for each case, such as CASE.nii.gz")
+        raise DataError(f"{folder} contains no volume; needed: a label map for each case, such as CASE.nii.gz")
     if doubled := list_duplicates(stem(path) for path in files):
         same = [path.name for path in files if stem(path) == doubled[0]]
-        raise DataError(f"{folder} holds {' and '.join(same)} of one case; keep one of them")
+        raise DataError(f"{folder} contains {' and '.join(same)} of one case; keep one of them")
     return {stem(path): path for path in files}
 
 
@@ -176,12 +176,12 @@ def _read_record(record: Path) -> Mapping[str, Any]:
     try:
         made_by = parse_json(line)
     except ValueError as fault:
-        raise DataError(f"the first line of {record} describes no predictions ({fault}); remove that file") from fault
+        raise DataError(f"{record} does not begin with a description of predictions ({fault}); remove it") from fault
     return made_by if isinstance(made_by, dict) else {}
 
 
 def strip_id(case: str, channels: Sequence[str] = ()) -> str:
-    """Return an id without the first channel or a channel's name, and without a last word that says what the file is.
+    """Return an id without the first channel or a channel's name, and without a last word for the kind of file.
 
     >>> strip_id("liver_001_0000"), strip_id("liver_001_seg"), strip_id("liver_0011"), strip_id("liver_001_ct", ["CT"])
     ('liver_001', 'liver_001', 'liver_0011', 'liver_001')
@@ -194,20 +194,20 @@ def strip_id(case: str, channels: Sequence[str] = ()) -> str:
 
 
 def load_label_names(labels: str | Path, predictions: str | Path, names: str | None = None) -> Task | None:
-    """Return the labels of label maps as a task without cases; None if no source names them.
+    """Return the labels of label maps as a task without cases; None if no source has their names.
 
     Parameters
     ----------
     labels, predictions : path
-        Folders, or for labels a table: a ``dataset.json`` (or ``task.yaml``) in the first, above it, or in the second
-        is read, else the label table in the header of the first file of the second, or of the first.
+        Folders, or a table for ``labels``. The names are read from a ``dataset.json`` (or ``task.yaml``) in or above
+        ``labels`` or in ``predictions``, else from the label table in the header of a first file.
     names : str, optional
-        In place of these: such a file, or ``1=liver,2=tumour``.
+        Another source: such a file, or ``1=liver,2=tumour``.
 
     Raises
     ------
     DataError
-        If what was named cannot be read.
+        If the source cannot be read.
     """
     if names is not None and "=" in names and not Path(names).exists():
         return _make_task({"labels": _parse_names(names)}, Path("--names"))
@@ -220,7 +220,7 @@ def load_label_names(labels: str | Path, predictions: str | Path, names: str | N
         if manifest is not None and "labels" in manifest[1]:
             return _make_task(manifest[1], manifest[0].absolute())
     if names is not None:
-        raise DataError(f"{names} is not a dataset.json with 'labels'; name one, or give 1=NAME,2=NAME")
+        raise DataError(f"{names} is not a dataset.json with 'labels'; name such a file, or write 1=NAME,2=NAME")
     folders = [folder for folder in (Path(predictions), Path(labels)) if folder.is_dir()]
     for file in (file for folder in folders for file in list_images(folder)[:1]):
         with suppress(DataError):  # another format or damaged: reported when its case is scored
@@ -233,11 +233,9 @@ def load_label_names(labels: str | Path, predictions: str | Path, names: str | N
 def _parse_names(text: str) -> dict[str, str]:
     pairs = [part.split("=", 1) for part in text.split(",")]
     if not all(len(pair) == 2 and pair[0].strip().isdigit() and pair[1].strip() for pair in pairs):
-        raise DataError(f"labels are named as 1=liver,2=tumour, got {text!r}")
+        raise DataError(f"label names must be written as 1=liver,2=tumour, got {text!r}")
     if doubled := list_duplicates(str(int(value)) for value, _ in pairs):
-        raise DataError(
-            f"labels are named once each, as 1=liver,2=tumour, got {text!r}, which names {doubled[0]} twice"
-        )
+        raise DataError(f"each label must be named once, as in 1=liver,2=tumour, but {text!r} names {doubled[0]} twice")
     return {"0": "background", **{value.strip(): name.strip() for value, name in pairs}}
 
 
@@ -247,11 +245,11 @@ def _make_task(declared: Mapping[str, Any], source: Path) -> Task:
 
 
 def _find_values(pairs: Pairs) -> Task:
-    """Return a task of the values in the label maps, for lack of names; unreadable files fail later."""
+    """Return a task with the values in the label maps, if no names are known; unreadable files fail later."""
     read = map_in_threads(attempt_values, [path for pair in pairs.matched.values() for path in pair])
     values = {0} | {value for found in read if not isinstance(found, DataError) for value in found}
     if len(values) == 1:
-        raise DataError("all files hold background only; name the labels by --names 1=NAME,2=NAME")
+        raise DataError("all files contain only background; name the labels with --names 1=NAME,2=NAME")
     labels = {value: f"label_{value}" if value else "background" for value in sorted(values)}
     return Task(name="", root=Path(), modalities=("image",), labels=labels, training=(), test=())
 
@@ -267,39 +265,39 @@ def evaluate_folders(
     needs_tolerance: bool = False,
     allow_missing: bool = False,
 ) -> EvaluatedFolders:
-    """Score every case of two folders, several at a time; a case that cannot be scored does not end the others.
+    """Score every case of two folders in parallel; a case that cannot be scored does not stop the others.
 
     Parameters
     ----------
     predictions, labels : path
-        A folder with a label map for each case, and one of the reference, a data set or a table; see `pair_files`.
+        A folder with a label map for each case, and a folder of references, a data set or a table; see `pair_files`.
     names : str, optional
-        Source of the label names; see `load_label_names`. By default also the values that occur.
+        Source of the label names; see `load_label_names`. If no source has names, labels are called by their values.
     distances, tolerance, lesions
         Measurements; see `volseg.evaluation.scoring.choose_scoring`.
     needs_tolerance : bool
-        Raise for a task without a known tolerance, instead of leaving NSD out.
+        Whether to raise if the task has no known tolerance, instead of leaving out NSD.
     allow_missing : bool
-        Leave cases without a prediction out.
+        Whether to leave out cases without a prediction.
 
     Raises
     ------
     DataError
         If files cannot be paired, or predictions are missing.
     ConfigError
-        For a name that no label has, or no tolerance where one is needed.
+        For a name that no label has, or a missing tolerance.
     """
     pairs = pair_files(predictions, labels)
     if pairs.missing and not allow_missing:
         raise DataError(
             f"{predictions} lacks {len(pairs.missing)} of {len(pairs.missing) + len(pairs.matched)} case(s): "
-            f"{list_some(pairs.missing)}; predict them, or leave them out by --allow-missing; {REMEDY}"
+            f"{list_some(pairs.missing)}; predict them, or leave them out with --allow-missing; {REMEDY}"
         )
     declared = load_label_names(labels, predictions, names)
     task = declared or _find_values(pairs)
     scoring = choose_scoring(task.structures, task.name, distances=distances, tolerance=tolerance, lesions=lesions)
     if needs_tolerance and not scoring.tolerances:
-        raise ConfigError("NSD needs the distance within which two surfaces count as one; give it by --tolerance MM")
+        raise ConfigError("NSD needs a tolerance (the distance up to which surfaces agree); set --tolerance MM")
     score = partial(_score, pairs=pairs, task=task, labelled=_find_labelled(pairs, task), scoring=scoring)
     outcomes = dict(zip(pairs.matched, map_in_threads(score, pairs.matched), strict=True))
     scored = [outcome for outcome in outcomes.values() if isinstance(outcome, EvaluatedCase)]

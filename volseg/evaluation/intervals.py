@@ -1,8 +1,8 @@
 """Compute percentile bootstrap intervals of means over cases.
 
-Why not ``scipy.stats.bootstrap``: a case that lacks a label has no Dice there and must not count, and the foreground
-mean is a mean of means whose cases have to be drawn together over the labels. Where neither matters the two agree to
-rounding, draw for draw (a test holds them against each other).
+``scipy.stats.bootstrap`` does not suffice: a case that lacks a label has no Dice for it and must not count, and the
+foreground mean is a mean of means, with each case drawn together for all labels. Where neither matters, the two agree
+up to rounding, draw for draw (a test compares them).
 
 Cases are resampled; the trained networks are fixed. The interval does not cover the variation between training seeds.
 """
@@ -20,7 +20,7 @@ CONFIDENCE = 0.95
 NUM_RESAMPLES = 10_000
 SEED = 12345
 
-# Draws held at once: bounds the memory to some 10 MB per label, whatever the number of cases.
+# Draws in memory at once: some 10 MB per label for any number of cases.
 _MOST_DRAWS = 1_000_000
 
 
@@ -29,7 +29,7 @@ class MeanInterval:
     """A mean over cases, its spread and its interval; NaN without values."""
 
     num_cases: int
-    """Cases that have a value."""
+    """Number of cases with a value."""
     mean: float
     std: float
     """Standard deviation over cases, with ``num_cases - 1`` in the denominator."""
@@ -43,15 +43,15 @@ def mean_intervals(scores: ArrayLike) -> tuple[list[MeanInterval], MeanInterval]
     Parameters
     ----------
     scores
-        ``(cases, labels)``; NaN where a case has no value for a label, which then does not count in the label's mean.
+        ``(cases, labels)``; NaN if a case has no value for a label: the case is then not part of the label's mean.
 
     Returns
     -------
     labels : list of MeanInterval
-        In the order of the columns. A resample without any case of a label does not count in that label's interval.
+        In the order of the columns. A resample without any case of a label is left out of that label's interval.
     overall : MeanInterval
-        Of the mean over labels of the mean over cases, as `volseg.evaluation.summary` defines it; its standard
-        deviation is that of each case's mean over its labels.
+        The mean over labels of the mean over cases, as `volseg.evaluation.summary` defines it; its standard deviation
+        is that of each case's mean over its labels.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def mean_intervals(scores: ArrayLike) -> tuple[list[MeanInterval], MeanInterval]
     """
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 2 or 0 in values.shape:
-        raise DataError(f"intervals need scores of (cases, labels), at least one of each, got shape {values.shape}")
+        raise DataError(f"intervals need scores (cases, labels), at least one of each, got shape {values.shape}")
     resampled = _resample_means(values)
     per_case = _nan_mean(values, axis=1)
     labels = [
@@ -111,5 +111,5 @@ def _resample_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _nan_mean(values: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)  # NaN is the answer then
+        warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)  # the mean is then NaN
         return np.asarray(np.nanmean(values, axis=axis))

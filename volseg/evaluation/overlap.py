@@ -32,7 +32,7 @@ Places = NDArray[np.uint8] | NDArray[np.uint16]
 MOST_THREADS = 8
 
 OF_UINT16 = 65_535
-"""An unknown value beyond it, or below 0, means that the file is an image, not a label map."""
+"""A larger unknown value, or a negative one, means that the file is an image, not a label map."""
 
 
 def evaluate_case(
@@ -50,34 +50,33 @@ def evaluate_case(
     Parameters
     ----------
     prediction, label : Tensor or array
-        ``(1, D, H, W)`` or ``(D, H, W)``, whole numbers (label files may store them as floats). Where both are
-        MetaTensors their affines must agree as well.
+        ``(1, D, H, W)`` or ``(D, H, W)``, whole numbers (label files may store them as floats). If both are
+        MetaTensors, their affines must agree as well.
     labels : mapping
-        What is scored to its name: a label value, or the values of a region. 0, the background, is not evaluated.
+        Name of each scored structure: a label value, or the values of a region. 0, the background, is not evaluated.
     ignore : int, optional
         Value of voxels of the reference that are not annotated and not counted.
     values : collection of int
         Further values that may occur but are not scored.
     labelled : collection of int, optional
-        The annotated values of a partially labelled reference. Structures with other values score NaN: they may be
-        hidden in the background.
+        The annotated values of a partially labelled reference. The scores of structures with other values are NaN:
+        these may be hidden in the background.
     scoring : Scoring, optional
-        Further measurements, in mm, which need a MetaTensor as label. By default only counts and overlap.
+        Further measurements, in mm, which need a MetaTensor as label. By default, only counts and overlap.
 
     Returns
     -------
     dict
-        The keys of ``labels`` to `METRICS`. ``Dice = 2 TP / (2 TP + FP + FN)``, ``IoU = TP / (TP + FP + FN)``: 0 where
-        only one of the two has the label, NaN where neither has it, as in nnU-Net: there is nothing to find, and
-        finding nothing is no merit that should raise a mean. Then what ``scoring`` names, by the rules that its module
-        states.
+        `METRICS` by key of ``labels``. ``Dice = 2 TP / (2 TP + FP + FN)``, ``IoU = TP / (TP + FP + FN)``: 0 if only one
+        of the two has the label, NaN if neither has it, as in nnU-Net: finding nothing where nothing is should not
+        raise a mean. Then the metrics of ``scoring``; its module documents them.
 
     Raises
     ------
     GridError
         For different shapes or affines.
     DataError
-        For values that are not whole numbers or not among those known, or a label without affine where one is needed.
+        For values that are not known whole numbers, or a label without the affine that ``scoring`` needs.
 
     Examples
     --------
@@ -89,13 +88,13 @@ def evaluate_case(
     (1.0, 0.0)
     """
     _check_grids(prediction, label)
-    # Regions in their own order, single values in that of their size.
+    # Regions stay in their order, single values are sorted.
     keys = list(labels) if any(isinstance(key, tuple) for key in labels) else sorted(labels)
     structures = {key: list_values(key) for key in keys if key != 0}
     known = sorted({0, *values, *(value for of in structures.values() for value in of)})
     of_label = known if ignore is None else [*known, ignore]
     places = (_index_values(prediction, "prediction", known), _index_values(label, "label", of_label))
-    joint = _count_pairs(*places, len(of_label))[: len(known), : len(known)]  # without the rows of what is ignored
+    joint = _count_pairs(*places, len(of_label))[: len(known), : len(known)]  # without ignored voxels
     members = {key: [known.index(value) for value in of] for key, of in structures.items()}
     judged = {key: labelled is None or set(of) <= set(labelled) for key, of in structures.items()}
     result = {
@@ -105,7 +104,7 @@ def evaluate_case(
     if scoring is None:
         return result
     if not isinstance(label, MetaTensor):
-        raise DataError("distances and volumes are in mm, but the label has no affine; give a MetaTensor")
+        raise DataError("distances and volumes need an affine (voxel to mm), but the label has none; pass a MetaTensor")
     spacing, voxel_ml = read_spacing(label.affine)
     asked = {key: of for key, of in members.items() if judged[key]}
     further = _measure_structures(scoring, places, spacing, asked, None if ignore is None else len(known))
@@ -123,8 +122,8 @@ def _measure_structures(
     members: Mapping[Any, list[int]],
     ignored: int | None,
 ) -> dict[Any, Metrics]:
-    """Return what is measured of each structure in its box, by threads, as NumPy and SciPy release the GIL."""
-    boxes = [find_objects(volume) for volume in places]  # of every value but the first, which is the background
+    """Return the measurements of each structure in its box, in threads, since NumPy and SciPy release the GIL."""
+    boxes = [find_objects(volume) for volume in places]  # of every value except the first, the background
 
     def measure(key: Any) -> Metrics:
         found = [of[place - 1] for of in boxes for place in members[key] if place <= len(of)]
@@ -138,7 +137,7 @@ def _measure_structures(
 
 
 def _join_boxes(boxes: Sequence[tuple[slice, ...]]) -> tuple[slice, ...]:
-    """Return the box around several and its next voxels, which may lack an annotation; an empty one around none."""
+    """Return a box around boxes, with one more voxel on each side, which may be unknown; an empty box for none."""
     if not boxes:
         return (slice(0, 0),) * 3
     axes = zip(*boxes, strict=True)
@@ -157,31 +156,31 @@ def _check_grids(prediction: LabelMap, label: LabelMap) -> None:
             "evaluate on the image's original grid"
         )
     if math.prod(label.shape) != math.prod(label.shape[-3:]):
-        raise GridError(f"a label map has one channel, got {label.shape[0]}; judge them one by one")
+        raise GridError(f"a label map has one channel, got {label.shape[0]}; evaluate them one by one")
     if isinstance(prediction, MetaTensor) and isinstance(label, MetaTensor):
         Grid.of(label).require_same(Grid.of(prediction), "label", "prediction")
 
 
 def _index_values(label_map: LabelMap, name: str, known: list[int]) -> Places:
-    """Return the place of each voxel's value in ``known``."""
+    """Return the index of each voxel's value in ``known``."""
     voxels = label_map.numpy(force=True) if isinstance(label_map, Tensor) else label_map
     voxels = voxels.reshape(voxels.shape[-3:])
     strange = len(known)
-    # From one less than the values: what is below or above them all is clipped to an end, and is strange.
+    # The table begins one value lower and ends one higher: smaller and larger values are clipped to its ends.
     table = np.full(max(known) + 3, strange, dtype=np.uint8 if strange <= 255 else np.uint16)
     table[np.add(known, 1)] = np.arange(strange)
     places = np.empty(voxels.shape, dtype=table.dtype)
-    for plane, found in zip(voxels, places, strict=True):  # by planes: int64 of a whole volume takes gigabytes
-        with np.errstate(invalid="ignore"):  # what is not finite is not a whole number
+    for plane, found in zip(voxels, places, strict=True):  # by planes: a whole volume in int64 would need gigabytes
+        with np.errstate(invalid="ignore"):  # values that are not finite are not whole numbers
             whole = plane.astype(np.int64)
         if (whole != plane).any():
-            raise DataError(f"{name} must hold whole numbers, got {plane[whole != plane].flat[0]:g}")
+            raise DataError(f"{name} must contain whole numbers, got {plane[whole != plane].flat[0]:g}")
         table.take(whole + 1, mode="clip", out=found)
     if (values := np.unique(voxels[places == strange]).astype(np.int64)).size:
         if values[0] < 0 or values[-1] > OF_UINT16:
-            raise DataError(f"{name} holds {voxels.min():.0f} to {voxels.max():.0f}: an image, not a label map")
+            raise DataError(f"{name} has values {voxels.min():.0f} to {voxels.max():.0f}: an image, not a label map")
         raise DataError(
-            f"{name} has the label values {values[:5].tolist()}, declared are {known}; correct the dataset.json"
+            f"{name} has the label values {values[:5].tolist()}, but declared are {known}; correct the dataset.json"
         )
     return places
 

@@ -1,6 +1,6 @@
 """Measure structures beyond voxel counts: distances between surfaces, volumes in ml, lesions.
 
-An undefined measurement has no number, and a mean must not hide that:
+An undefined measurement is not a number, which a mean must not hide:
 
 ======================  ==========  ==========  ==============  ==========
 the structure is in     Dice, IoU   NSD         HD95, HD, ASSD  lesion_F1
@@ -10,8 +10,8 @@ one of the two          0           0           infinite        0
 neither                 NaN         NaN         NaN             NaN
 ======================  ==========  ==========  ==============  ==========
 
-An infinite distance is left out of the mean and counted separately; the median includes it as the largest value. NaN
-does not count at all: there was nothing to find, and nothing was found.
+An infinite distance is left out of the mean and counted separately; the median includes it as the largest value. NaN is
+left out of both: there was nothing to find, and nothing was found.
 """
 
 import logging
@@ -32,12 +32,10 @@ from volseg.errors import ConfigError, DataError
 from volseg.evaluation.surfaces import DISTANCES, measure_surfaces
 from volseg.transforms.grid import measure_sides
 
-# Match lesions, the connected components of prediction and reference, one to one.
-#
-# Components are joined by faces, edges and corners (26 neighbours). A predicted and a true lesion match if the voxels
-# that they share are at least `MINIMUM_OVERLAP` of those that either has (intersection over union); pairs are taken
-# from the largest overlap down, each lesion once. So one blob over three lesions finds one of them; if a lesion is
-# predicted in three pieces, one matches and two are false positives.
+# Match lesions, the connected components of prediction and reference, one to one. Components are joined by faces, edges
+# and corners (26 neighbours). A predicted and a true lesion match if their intersection over union is at least
+# `MINIMUM_OVERLAP`; pairs match in the order of their overlap, largest first, each lesion once. So one blob over three
+# lesions finds one of them; if a lesion is predicted in three pieces, one matches and two are false positives.
 #
 # .. [1] Kofler et al., Panoptica: instance-wise evaluation of 3D semantic and instance segmentation maps,
 #        arXiv:2312.02608: its approximation by connected components and ``NaiveThresholdMatching``.
@@ -54,7 +52,7 @@ Mask = NDArray[np.bool_]
 
 
 def match_lesions(prediction: Mask, reference: Mask, minimum_overlap: float = MINIMUM_OVERLAP) -> dict[str, float]:
-    """Match the lesions of two structures ``(D, H, W)``; return `LESIONS`, NaN for a share of nothing.
+    """Match the lesions of two structures ``(D, H, W)``; return `LESIONS`, with NaN for a share of zero lesions.
 
     Examples
     --------
@@ -76,7 +74,7 @@ def match_lesions(prediction: Mask, reference: Mask, minimum_overlap: float = MI
     overlaps = shared / (sizes_predicted[pairs[0]] + sizes_true[pairs[1]] - shared)
     taken_predicted: set[int] = set()
     taken_true: set[int] = set()
-    # Stable: of equal overlaps the first lesion in the volume wins, on every machine.
+    # Stable: of equal overlaps, the first lesion in the volume matches, on every machine.
     for place in np.argsort(-overlaps, kind="stable"):
         one, other = pairs[:, place].tolist()
         if overlaps[place] >= minimum_overlap and one not in taken_predicted and other not in taken_true:
@@ -94,10 +92,10 @@ def match_lesions(prediction: Mask, reference: Mask, minimum_overlap: float = MI
 logger = logging.getLogger(__name__)
 
 VOLUMES = ("volume_pred_ml", "volume_ref_ml", "volume_diff_ml")
-"""Of the prediction, of the reference, and the first less the second."""
+"""Volume of the prediction, of the reference, and their difference."""
 
 MOST_SKEW = 1e-3
-"""Cosine of the angle between two axes, above which voxels are not boxes."""
+"""Cosine of the angle between two axes above which voxels are not boxes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,26 +105,26 @@ class Scoring:
     Raises
     ------
     DataError
-        For a tolerance or an overlap that is none.
+        For an invalid tolerance or overlap.
     """
 
     distances: bool = True
-    """HD95, HD and ASSD in mm; NSD where ``tolerances`` has the structure."""
+    """Measure HD95, HD and ASSD in mm; NSD if ``tolerances`` has the structure."""
     tolerances: Mapping[Any, float] = field(default_factory=dict)
-    """Structure to the distance (mm) within which two surfaces count as one."""
+    """Largest distance (mm) at which two surfaces agree, by structure."""
     lesions: Collection[Any] = ()
     """Structures that are lesions, to be matched one by one."""
     lesion_overlap: float = MINIMUM_OVERLAP
 
     def __post_init__(self) -> None:
         if wrong := {key: mm for key, mm in self.tolerances.items() if not 0 <= mm < math.inf}:
-            raise DataError(f"a tolerance of NSD is a distance in mm, 0 or more, got {wrong}")
+            raise DataError(f"a tolerance of NSD must be a distance in mm, at least 0, got {wrong}")
         if not 0 < self.lesion_overlap <= 1:
-            raise DataError(f"two lesions match from an overlap in (0, 1] on, got {self.lesion_overlap}")
+            raise DataError(f"the overlap of matching lesions must be in (0, 1], got {self.lesion_overlap}")
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What each structure's metrics are called; those of one that is not asked about are NaN."""
+        """Names of each structure's metrics; a metric that does not apply to a structure is NaN."""
         distances = (*DISTANCES, *(("NSD",) if self.tolerances else ())) if self.distances else ()
         return (*distances, *VOLUMES, *(LESIONS if self.lesions else ()))
 
@@ -148,13 +146,13 @@ class Scoring:
         Parameters
         ----------
         key
-            Which it is.
+            Key of the structure.
         prediction, reference : array of bool
-            ``(D, H, W)``, a box around both and their next voxels; outside of it neither has the structure.
+            ``(D, H, W)``, a box around the structure in both, with the voxels next to it.
         spacing : sequence of float or None
-            Sides of a voxel in mm; None where voxels are not boxes, whose surfaces are not measured.
+            Sides of a voxel in mm; None if voxels are not boxes: surfaces are then not measured.
         ignored : array of bool or None
-            Voxels that are not annotated and do not count.
+            Voxels without annotation, which are left out.
         """
         if ignored is not None:
             prediction, reference = prediction & ~ignored, reference & ~ignored
@@ -194,7 +192,7 @@ def choose_scoring(
     Parameters
     ----------
     structures : mapping
-        What is scored to its name.
+        Name of each scored structure.
     task_name : str
         Task whose manifest may have the tolerance, if none is given.
     distances, tolerance, lesions, lesion_overlap
@@ -223,21 +221,20 @@ def choose_scoring(
 
 
 def read_spacing(affine: Tensor) -> tuple[tuple[float, float, float] | None, float]:
-    """Return the sides of a voxel in mm, None where it is not a box, and its volume in ml."""
+    """Return the sides of a voxel in mm (None if it is not a box), and its volume in ml."""
     axes = affine[:3, :3].double()
     sides = axes.norm(dim=0)
     skew = ((axes / sides).T @ (axes / sides)).fill_diagonal_(0).abs().max()
     if skew > MOST_SKEW:
-        logger.warning("voxels are sheared, axes meet at a cosine of %.3g: no distances between surfaces", float(skew))
+        logger.warning("voxels are sheared (cosine between axes: %.3g), so surfaces are not measured", float(skew))
         return None, abs(float(axes.det())) / 1000
     spacing = measure_sides(affine)
     return spacing, math.prod(spacing) / 1000
 
 
-# Within how many mm two surfaces count as one: the tolerance of a task's NSD, where its manifest has one.
-#
-# No task without a manifest gets one: how exactly a structure can be outlined is known to those who outlined it, and
-# an NSD at another tolerance is another number.
+# Largest distance (mm) at which two surfaces agree: the tolerance of a task's NSD, if its manifest has one. A task
+# without a manifest has no default: only its annotators know how exactly a structure can be outlined, and the NSD
+# depends on the tolerance.
 
 
 def get_tolerance(task_name: str) -> float | None:
@@ -251,22 +248,23 @@ def get_tolerance(task_name: str) -> float | None:
 
 
 def published_results(task: Task) -> list[dict[str, Any]]:
-    """Return the published results of a task, from its manifest; none without one, or if its labels are others.
+    """Return the published results of a task from its manifest; none without a manifest, or if the labels differ.
 
     Each has ``method``, ``evaluation`` (its cases, such as ``5-fold cross-validation`` or ``challenge test set``),
     ``num_cases`` (those with labels for a cross-validation, else those of the test set), ``dice`` (label value to mean
     Dice) and ``source``. Dice of merged or renumbered labels is not comparable: values and names of the labels must be
-    the manifest's, without regard to case, as tasks are often written anew by hand.
+    the manifest's, except for case, since tasks are often rewritten by hand.
     """
-    # Found among the names that there are: a task's name comes from its folder or its dataset.json, and is not a path.
+    # Searched in the existing manifests: a task's name is from its folder or its dataset.json, and must not be used as
+    # a path.
     manifest = next((known.manifest for known in list_public_tasks() if known.name == task.name), None)
     if manifest is None:
         return []
-    scored = {0: task.labels[0], **task.structures}  # regions are other structures, whatever their names
+    scored = {0: task.labels[0], **task.structures}  # regions are other structures, even with equal names
     ours, theirs = ({key: name.casefold() for key, name in of.items()} for of in (scored, manifest["labels"]))
     if ours != theirs:
         logger.warning(
-            "the published results of %s are about labels %s, this task has %s: they are not shown beside it",
+            "the published results of %s are for the labels %s, but this task has %s, so they are not shown",
             task.name,
             manifest["labels"],
             scored,

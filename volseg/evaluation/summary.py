@@ -1,11 +1,10 @@
-"""Summarise an evaluation, in the format of nnU-Net's ``summary.json``.
+"""Summarise an evaluation in the format of nnU-Net's ``summary.json``.
 
-Where nnU-Net writes the token ``NaN``, which is not JSON, this writes ``null``. Where nnU-Net's foreground mean is NaN
-because one label occurs in no case and no prediction, this is the mean over the labels that have a value. All other
-numbers are nnU-Net's.
+NaN is written as ``null``; nnU-Net writes ``NaN``, which is not JSON. If a label occurs in no case and no prediction,
+the foreground mean is over the labels that have a value; nnU-Net's is NaN. All other numbers are nnU-Net's.
 
-A distance is infinite where only one of the two label maps has the structure. It is left out of the means, is counted
-in ``undefined`` beside them, and is ``null`` in the file too: ``n_pred`` and ``n_ref`` tell it from other nulls.
+A distance is infinite if only one of the two label maps has the structure. It is left out of the means, counted in
+``undefined``, and also written as ``null``: ``n_pred`` and ``n_ref`` distinguish it from other nulls.
 """
 
 import csv
@@ -32,12 +31,11 @@ from volseg.files import replace_nan, replacing
 from volseg.formatting import UNITS, format_table, format_value, list_duplicates
 
 JUDGED = ("Dice", "IoU", "NSD", "HD95", "ASSD", "lesion_F1")
-"""Scores by which methods are compared, whose means get intervals."""
+"""Scores that compare methods; their means get intervals."""
 
 Summary = dict[str, Any]
-"""``{"foreground_mean": Metrics, "mean": {"1": Metrics}, "metric_per_case": [...]}``; NaN where nothing was there.
-
-The keys are label values of files as text, and of regions their values: ``"(1, 2)"``.
+"""``{"foreground_mean": Metrics, "mean": {"1": Metrics}, "metric_per_case": [...]}``; NaN if there was nothing to find
+and nothing found. The keys are label values of files as text, or the values of regions: ``"(1, 2)"``.
 """
 
 
@@ -61,7 +59,7 @@ def evaluate_files(
 ) -> EvaluatedCase:
     """Read two label maps and compare them; see `evaluate_case` for metrics and errors.
 
-    One in DICOM is read by the names of the ``task``, on the other one's grid, or on that of the ``image``.
+    A label map in DICOM is read with the names of ``task``, on the grid of the other one or of ``image``.
     """
     if find_dicom_label(Path(prediction_file)) is None:
         prediction = read_volume(os.fspath(prediction_file))
@@ -79,19 +77,19 @@ def evaluate_files(
 def summarise(per_case: Sequence[EvaluatedCase]) -> Summary:
     """Return the means per label over cases, their mean over the foreground labels, and every case.
 
-    A case that neither has nor predicts a label (NaN) does not count in that label's mean; nor do infinite distances.
+    The mean of a label leaves out cases that neither have nor predict it (NaN), and infinite distances.
 
     Raises
     ------
     DataError
-        For no case, or cases with different labels.
+        If there is no case, or cases have different labels.
     """
     if not per_case:
         raise DataError("a summary needs at least one evaluated case")
     labels = list(per_case[0].metrics)
     for case in per_case:
         if list(case.metrics) != labels:
-            raise DataError(f"{case.prediction_file} has labels {list(case.metrics)}, the first case has {labels}")
+            raise DataError(f"{case.prediction_file} has labels {list(case.metrics)}, but the first case {labels}")
     mean = {label: _average(case.metrics[label] for case in per_case) for label in labels}
     return {
         "foreground_mean": _average(mean[label] for label in labels if label != 0),
@@ -108,12 +106,12 @@ def summarise(per_case: Sequence[EvaluatedCase]) -> Summary:
 
 
 def collect_scores(summary: Summary, label: str, metric: str) -> np.ndarray:
-    """Return a metric of a label in every case; infinite where a distance is undefined, NaN where nothing was there."""
+    """Return a metric of a label in every case: infinite if only one label map has the label, NaN if neither has it."""
     return np.array([case["metrics"][label][metric] for case in summary["metric_per_case"]], dtype=np.float64)
 
 
 def count_undefined(summary: Summary) -> dict[str, dict[str, int]]:
-    """Return for each label and distance the cases that are not in its mean, as only one label map has the label."""
+    """Return, for each label and distance, the number of cases with an infinite one, which its mean leaves out."""
     return {
         label: {name: int(np.isinf(collect_scores(summary, label, name)).sum()) for name in DISTANCES if name in mean}
         for label, mean in summary["mean"].items()
@@ -123,11 +121,11 @@ def count_undefined(summary: Summary) -> dict[str, dict[str, int]]:
 def complete_summary(
     summary: Summary, scoring: Scoring | None = None, names: Mapping[Any, str] | None = None
 ) -> Summary:
-    """Return a summary with what its means hide, per label: median, undefined cases, and interval of each mean.
+    """Return a summary with the median, the undefined cases, and the interval of each mean, per label.
 
-    ``median`` counts an infinite distance as the largest. ``intervals`` holds ``[low, high]`` of the means of `JUDGED`,
-    by `mean_intervals` over the cases that are in the mean. ``settings`` says by which rules ``scoring`` measured,
-    ``labels`` what the keys are called.
+    In ``median``, an infinite distance is the largest. ``intervals`` contains ``[low, high]`` of the means of `JUDGED`,
+    by `mean_intervals` over the cases of the mean. ``settings`` contains the rules of ``scoring``, ``labels`` the names
+    of the keys.
     """
     means = summary["mean"]
     measured = [name for name in next(iter(means.values()), ()) if name not in METRICS or name in JUDGED]
@@ -152,11 +150,11 @@ def complete_summary(
 
 
 def compute_median(scores: np.ndarray) -> float:
-    """Return the median of what is a number, infinite values among it; NaN of nothing."""
+    """Return the median of the values that are not NaN, infinite ones included; NaN if there are none."""
     known = np.sort(scores[~np.isnan(scores)])
     if not known.size:
         return math.nan
-    # Not numpy's: between an infinite and a finite value, and between two infinite ones, it warns of NaN.
+    # Not numpy's median, which warns of NaN if a middle value is infinite.
     low, high = known[(known.size - 1) // 2], known[known.size // 2]
     return float(low) if low == high or (math.isinf(low) and math.isinf(high)) else float((low + high) / 2)
 
@@ -180,12 +178,12 @@ def format_summary(summary: Summary) -> str:
 
 
 def read_structure(key: str) -> Structure:
-    """Return the label value, or a region's values, that a key of a summary stands for.
+    """Return the label value, or the values of a region, that a key of a summary denotes.
 
     Raises
     ------
     DataError
-        If it stands for neither.
+        If the key denotes neither.
 
     Examples
     --------
@@ -197,14 +195,14 @@ def read_structure(key: str) -> Structure:
             return int(key)
         return tuple(int(value) for value in key.strip("()").split(",") if value.strip())
     except ValueError:
-        raise DataError(f"a summary's keys are label values, or those of a region as '(1, 2)', got {key!r}") from None
+        raise DataError(f"a summary's keys must be label values or regions such as '(1, 2)', got {key!r}") from None
 
 
 def read_summary(path: str | os.PathLike[str]) -> Summary:
-    """Read a ``summary.json`` of ours or of nnU-Net; null and NaN become NaN, or the infinite distance that they were.
+    """Read a ``summary.json`` of volseg or nnU-Net; null and NaN become NaN, or the original infinite distance.
 
     Values that follow from the cases are left out: `complete_summary` computes them. ``labels`` and ``settings`` are
-    empty if the file has none, as nnU-Net's.
+    empty if the file has none, as in nnU-Net.
 
     Raises
     ------
@@ -222,9 +220,9 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
                 if missing := {"Dice", *mean} - metrics.keys():
                     raise KeyError(*missing)
     except (KeyError, TypeError, AttributeError) as fault:
-        raise DataError(f"{path} is not a summary.json as volseg and nnU-Net write it: {fault!r}") from fault
+        raise DataError(f"{path} is not a summary.json of volseg or nnU-Net: {fault!r}") from fault
     for metrics in cases:
-        if (metrics.get("n_pred") == 0) != (metrics.get("n_ref") == 0):  # in one of them only
+        if (metrics.get("n_pred") == 0) != (metrics.get("n_ref") == 0):  # in only one of the two
             metrics.update({name: math.inf for name in DISTANCES if math.isnan(metrics.get(name, 0))})
     read = {key: summary[key] for key in ("foreground_mean", "mean", "metric_per_case")}
     names, settings = (of if isinstance(of := summary.get(key), dict) else {} for key in ("labels", "settings"))
@@ -232,7 +230,7 @@ def read_summary(path: str | os.PathLike[str]) -> Summary:
 
 
 def _average(several: Iterable[Mapping[str, float]]) -> Metrics:
-    """Return the mean of each metric over those that are finite; NaN if none is."""
+    """Return the mean of each metric over its finite values; NaN if there are none."""
     rows = list(several)
     means = {}
     for name in rows[0] if rows else METRICS:
@@ -248,7 +246,7 @@ TABULATED = ("Dice", "NSD", "HD95", "ASSD", "lesion_F1", "volume_diff_ml")
 
 
 def name_cases(summary: Summary) -> list[str]:
-    """Return the id of each case: the name of its reference, or of its prediction where references do not differ."""
+    """Return the id of each case: the name of its reference, or of its prediction if references have equal names."""
     files = [(case.get("reference_file"), case.get("prediction_file")) for case in summary["metric_per_case"]]
     true, predicted = (
         [stem(pair[side] or pair[1 - side] or f"case {number}") for number, pair in enumerate(files, 1)]
@@ -265,7 +263,7 @@ def scores_table(summary: Summary, names: Mapping[str, str], metrics: Collection
     summary : Summary
         Result of `summarise`, `complete_summary` or `read_summary`.
     names : mapping
-        Key of the summary to the label's name.
+        Names of labels by key of the summary.
     metrics : collection of str
         Metrics to show; those that were not measured are left out.
     """
@@ -300,14 +298,14 @@ def explain_scores(scoring: Scoring) -> list[str]:
     if mm := sorted(set(scoring.tolerances.values())):
         lines.append(f"NSD: within {', '.join(f'{each:g}' for each in mm)} mm.")
     elif scoring.distances:
-        lines.append("NSD: not measured, for no tolerance (mm) was given, and none is known of this task.")
+        lines.append("NSD: not measured, since no tolerance (mm) is set or known for this task.")
     if scoring.distances:
-        lines.append("Undefined: cases in which only one of the two has the label; no mean of a distance has them.")
+        lines.append("Undefined: cases in which only one of the two has the label; means of distances leave them out.")
     return lines
 
 
 def write_cases(summary: Summary, names: Mapping[str, str], path: str | os.PathLike[str]) -> Path:
-    """Write a CSV with a row for each case and label, in one step or not at all; return the path.
+    """Write a CSV with a row for each case and label, atomically; return the path.
 
     An undefined distance is ``inf``; NaN is an empty cell.
     """

@@ -1,14 +1,14 @@
 """Measure distances between two surfaces in mm: Hausdorff, average distance, and surface Dice within a tolerance.
 
-A structure's surface is made of surface elements, one wherever a neighbourhood of 2 x 2 x 2 voxels holds voxels inside
-and outside of it. An element lies in the middle of its neighbourhood and has the area that marching cubes gives it.
-This is the definition of DeepMind's ``surface-distance``, by which the Medical Segmentation Decathlon was judged, and
-of MONAI's ``use_subvoxels=True``. Why not voxels on the border, each counted as one: their number depends on how the
-surface lies in the grid and on the spacing, and a voxel's centre lies half a voxel inside of the surface.
+A structure's surface consists of surface elements, one for each neighbourhood of 2 x 2 x 2 voxels with voxels inside
+and outside the structure. An element is in the middle of its neighbourhood and has the area of marching cubes. This is
+the definition of DeepMind's ``surface-distance``, which scored the Medical Segmentation Decathlon, and of MONAI's
+``use_subvoxels=True``. Counting border voxels instead would depend on the orientation of the surface in the grid and on
+the spacing, and the centre of a border voxel is half a voxel inside the surface.
 
-Distances come from a k-d tree of the elements: its cost grows with the surface, that of a distance transform with the
-box around it, several times as much for an organ. For the scattered voxels of an untrained network, which are all
-surface and far from the other one, the transform is faster. Both are exact: equal bits.
+Distances are computed with a k-d tree of the elements: its cost grows with the surface, that of a distance transform
+with the box around it, which is several times as much for an organ. For the scattered voxels of an untrained network,
+which are all surface and far from the other surface, the transform is faster. Both give the same bits.
 """
 
 import math
@@ -24,19 +24,19 @@ from scipy.spatial import KDTree
 from volseg.errors import DataError
 
 DISTANCES = ("HD95", "HD", "ASSD")
-"""Metrics in mm, of which less is better."""
+"""Metrics in mm; lower is better."""
 
 ALL_INSIDE = 255
-"""Code of a neighbourhood whose eight voxels lie inside."""
+"""Code of a neighbourhood with all eight voxels inside."""
 
 VOXELS_PER_ELEMENT = 16
-"""With fewer, the transform is taken: it needs 0.3 us for a voxel, the tree 1 to 10 us for an element."""
+"""With fewer, the transform is used: it needs 0.3 us for a voxel, the tree 1 to 10 us for an element."""
 
 ROUNDING = 1e-5
-"""Share of a tolerance by which a distance may exceed it and still lie within: sides are known to six digits."""
+"""Share of a tolerance by which a distance may exceed it: voxel sides are known to six digits."""
 
 SUMMATION = 1e-9
-"""Error of the shares of an area, as sums of up to some million elements."""
+"""Error of a share of an area, since it is a sum of up to some million elements."""
 
 Mask = NDArray[np.bool_]
 Numbers = NDArray[np.float64]
@@ -44,7 +44,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SurfaceDistances:
-    """The elements of two surfaces: how far each lies from the other surface (mm), and its area (mm^2)."""
+    """The elements of two surfaces: the distance of each from the other surface (mm), and its area (mm^2)."""
 
     of_prediction: Numbers
     of_reference: Numbers
@@ -52,7 +52,7 @@ class SurfaceDistances:
     areas_of_reference: Numbers
 
     def hausdorff(self, percent: float = 100.0) -> float:
-        """Return the larger of the two directed distances that ``percent`` of a surface's area does not exceed."""
+        """Return the larger of the two directed distances at the percentile ``percent`` of a surface's area."""
         directed = (
             _find_percentile(self.of_prediction, self.areas_of_prediction, percent),
             _find_percentile(self.of_reference, self.areas_of_reference, percent),
@@ -66,15 +66,15 @@ class SurfaceDistances:
         return float(moment / total)
 
     def surface_dice(self, tolerance: float) -> float:
-        """Return the share of both surfaces' area that lies within ``tolerance`` mm of the other: NSD."""
-        # A tolerance is often a distance in the grid: a slice's, the diagonal of a voxel.
+        """Return the share of both surfaces' area within ``tolerance`` mm of the other surface: NSD."""
+        # A tolerance is often a distance in the grid: between slices, or along a voxel's diagonal.
         most = tolerance * (1 + ROUNDING)
         close = self.areas_of_prediction[self.of_prediction <= most].sum()
         close += self.areas_of_reference[self.of_reference <= most].sum()
         return float(close / (self.areas_of_prediction.sum() + self.areas_of_reference.sum()))
 
     def metrics(self, tolerance: float | None) -> dict[str, float]:
-        """Return HD95, HD and ASSD in mm, and NSD where there is a tolerance."""
+        """Return HD95, HD and ASSD in mm, and NSD if there is a tolerance."""
         distances = {"HD95": self.hausdorff(95), "HD": self.hausdorff(), "ASSD": self.average()}
         return distances if tolerance is None else {**distances, "NSD": self.surface_dice(tolerance)}
 
@@ -87,12 +87,12 @@ def measure_surfaces(
     Parameters
     ----------
     prediction, reference : array of bool
-        ``(D, H, W)``; what lies outside of them is background, so that a structure ends at the border of its volume.
-        A box around both will do.
+        ``(D, H, W)``, such as a box around both structures; outside is background, so that a structure ends at the
+        border.
     spacing : sequence of float
         Sides of a voxel in mm.
     ignored : array of bool, optional
-        Voxels that are not annotated. A neighbourhood with such a voxel has no element, as its surface is unknown.
+        Voxels that are not annotated. A neighbourhood with such a voxel has no element, since its surface is unknown.
 
     Returns
     -------
@@ -137,7 +137,7 @@ def measure_surfaces(
 
 
 def _encode_neighbourhoods(mask: Mask) -> NDArray[np.uint8]:
-    """Return for each 2 x 2 x 2 voxels, from one before the first on, which of them lie inside: a bit each."""
+    """Return a bit per voxel inside for each 2 x 2 x 2 voxels, starting one voxel before the first."""
     code = np.pad(mask, 1).view(np.uint8)
     code = code[:, :, 1:] | code[:, :, :-1] << np.uint8(1)
     code = code[:, 1:] | code[:, :-1] << np.uint8(2)
@@ -156,18 +156,18 @@ def _find_elements(mask: Mask, unknown: Mask | None, areas: Numbers) -> tuple[ND
 def _measure_distances(
     points: NDArray[np.intp], others: NDArray[np.intp], size: tuple[int, ...], spacing: Sequence[float]
 ) -> Numbers:
-    """Return how far each of ``points`` lies from the nearest of ``others``, in mm; all indices are below ``size``."""
+    """Return the distance (mm) of each of ``points`` from the nearest of ``others``; all indices are below ``size``."""
     sides = np.asarray(spacing, dtype=np.float64)
     if len(points) * VOXELS_PER_ELEMENT > math.prod(size):
         is_away = np.ones(size, dtype=bool)
         is_away[tuple(others.T)] = False
         distances: Numbers = distance_transform_edt(is_away, sampling=sides)[tuple(points.T)]
         return distances
-    # Neither balanced nor compact: the tree is asked once, and building it would take longer than asking.
+    # Neither balanced nor compact: the tree is queried once, and building it would take longer than the query.
     tree = KDTree(others * sides, balanced_tree=False, compact_nodes=False)
     nearest = tree.query(points * sides)[1]
-    # From indices, as a distance transform has it: products that are subtracted are rounded, and a tolerance that is a
-    # multiple of a voxel's side would hold or not by where in the volume a point lies.
+    # From differences of indices, as in a distance transform: differences of rounded products would depend on the
+    # position, and so would the comparison with a tolerance that is a multiple of a voxel's side.
     return np.sqrt((((points - others[nearest]) * sides) ** 2).sum(1))
 
 

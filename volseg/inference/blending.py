@@ -1,4 +1,4 @@
-"""Blend windows layer by layer: only the planes that a window may still reach are held, for all classes.
+"""Blend windows layer by layer: for all classes, memory is needed only for the planes that a window may still reach.
 
 ::
 
@@ -30,11 +30,11 @@ class Slab:
     origin: tuple[int, int, int]
     """Voxel i of an axis is at index ``(i - origin) % side``."""
     finished: Box
-    """Voxels finished since the previous slab."""
+    """Voxels that are finished since the previous slab."""
     ready: Box
     """Voxels whose labels can be decided now, because the next plane is finished too."""
     num_windows: int
-    """Windows that were blended since the slab before."""
+    """Number of windows that were blended since the previous slab."""
     num_skipped: int
     """Number of those windows that were background and skipped the model."""
 
@@ -64,7 +64,7 @@ def blend_slabs(
     device : torch.device
         Device of the models and of the blend.
     skips_background : bool
-        Whether a window in which the image has one value counts as certain background: probability 1 of the first
+        Whether a window in which the image has only one value counts as certain background: probability 1 of the first
         class, or 0 of every region. Only for probabilities.
     """
     held = plan.hold(cells)
@@ -116,7 +116,7 @@ def add_window(
     link: str = "",
     flips: Sequence[int] = (),
 ) -> None:
-    """Add a window, each voxel times its importance, to a blend.
+    """Add a window to a blend, with each voxel multiplied by its importance.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def add_window(
     axis : int
         Axis of the ring.
     link : str
-        ``softmax`` or ``sigmoid``, if the window holds logits.
+        ``softmax`` or ``sigmoid``, if the window contains logits.
     flips : sequence of int
         Dims along which the window is mirrored: -3, -2, -1.
     """
@@ -150,8 +150,8 @@ def add_window(
 def _run(step: WindowStep, windows: Tensor, by_pass: bool) -> Iterator[tuple[Tensor, str, list[int]]]:
     """Yield the addends of a batch of windows, each with its link and mirrored dims.
 
-    With the fused kernel, yield each pass's logits: no probabilities of a whole window exist, which for many classes
-    take more memory than the network. Otherwise yield the mean over the passes.
+    With the fused kernel, yield the logits of each pass: the probabilities of a whole window, which for many classes
+    need more memory than the network, never exist. Otherwise yield the mean over the passes.
     """
     if by_pass:
         for logits, flips in step.passes(windows):
@@ -163,7 +163,7 @@ def _run(step: WindowStep, windows: Tensor, by_pass: bool) -> Iterator[tuple[Ten
 def _find_empty(
     images: Tensor, places: Sequence[tuple[int, tuple[int, ...]]], window: Sequence[int]
 ) -> set[tuple[int, tuple[int, ...]]]:
-    """Return the places of windows in which each channel has one value; waits for the GPU once per layer."""
+    """Return the places of windows in which each channel has one value; the call waits for the GPU once per layer."""
     if not places:
         return set()
     cut = (_cut(images[index], corner, window).flatten(1) for index, corner in places)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pydicom import Dataset
 
 SERIES_NUMBER = 9001
-"""Far from the series numbers of scanners."""
+"""Series number of segmentations, far from those of scanners."""
 
 STRUCTURE_SET, STUDY = "1.2.840.10008.5.1.4.1.1.481.3", "1.2.840.10008.3.1.2.3.1"
 LONGEST_NAME = 64
@@ -51,7 +51,7 @@ MAY_BE_EMPTY = (
 """Elements that DICOM requires in every object, if only empty (type 2)."""
 
 GOLDEN = 0.618034
-"""Step around the circle of hues; with it, no two hues are close."""
+"""Step around the circle of hues that keeps all hues apart."""
 
 
 def require_dicom_source(image: Files, case: str) -> Path:
@@ -62,7 +62,7 @@ def require_dicom_source(image: Files, case: str) -> Path:
     ConfigError
         If highdicom is not installed.
     DataError
-        If the image is neither a DICOM folder nor one of a series' files.
+        If the image is neither a DICOM folder nor a file of a series.
     """
     import_highdicom()
     files = list_files(image)
@@ -86,7 +86,7 @@ def write_dicom_segmentation(
 ) -> Path:
     """Write ``label_map`` as one DICOM file, a segmentation or a structure set; return its path.
 
-    Each call writes a new object with new UIDs, as DICOM requires; so the bytes differ.
+    Each call writes a new object with new UIDs, as DICOM requires, so the bytes differ.
 
     Parameters
     ----------
@@ -95,13 +95,13 @@ def write_dicom_segmentation(
     reference : MetaTensor
         The image, as read or preprocessed; the label map is on its original grid.
     path : path
-        Ends in ``.dcm``; the file is written whole or not at all.
+        Path that ends in ``.dcm``; the file is written atomically.
     task : Task
         Its structures become segments, in order; a structure that is absent from the label map gets an empty segment.
     series : Path or sequence of Path
         The folder of one series, one of the series' files, or all of them, in any order.
     weights : str
-        Digest of the weights, written as serial number of the device.
+        Digest of the weights, written as the device's serial number.
     kind : str
         Modality of the file.
 
@@ -126,7 +126,7 @@ def write_dicom_segmentation(
             masks = [np.isin(planes, values) for values in task.structures]
             contours = [_draw(number, mask, slices, to_mm) for number, mask in enumerate(masks, start=1)]
             made = _build_structure_set(hd, slices, contours, task, weights)
-    except (AttributeError, KeyError, TypeError, ValueError) as fault:  # highdicom's errors about a source
+    except (AttributeError, KeyError, TypeError, ValueError) as fault:  # highdicom's errors for invalid source slices
         where = Path(str(slices[0].filename)).parent
         raise DataError(
             f"{where}: no DICOM segmentation can refer to these slices ({type(fault).__name__}: {fault}); write NIfTI "
@@ -200,7 +200,7 @@ def _build_structure_set(
 
 def _item(**elements: Any) -> "Dataset":
     """Return an item of a sequence."""
-    import pydicom  # of the extra; highdicom has been imported by now
+    import pydicom  # optional; highdicom has been imported by now
 
     item = pydicom.Dataset()
     item.update(elements)  # type: ignore[arg-type]  # by keyword
@@ -254,7 +254,7 @@ def _match_slices(
     files = list_slices(series) if isinstance(series, Path) else list(series)
     frames, affine = stack_frames([frame for file in files for frame in list_frames(require_header(file))])
     if len(frames) > len(files):
-        raise DataError(f"{files[0]} holds several slices; DICOM segmentations need a slice per file")
+        raise DataError(f"{files[0]} contains several slices; DICOM segmentations need one file per slice")
     stored = frames[0].stored
     of_series = Grid((stored.columns, stored.rows, len(frames)), torch.from_numpy(affine))
     grid.require_same(of_series, "label map", f"DICOM series of {files[0]}")
@@ -268,12 +268,12 @@ def _choose_colour(number: int) -> tuple[float, float, float]:
 
 def _read_slice(file: Path) -> "Dataset":
     """Return a slice without its voxels."""
-    import pydicom  # of the extra; highdicom has been imported by now
+    import pydicom  # optional; highdicom has been imported by now
 
     one = pydicom.dcmread(file, stop_before_pixels=True)
     if missing := [name for name in ("FrameOfReferenceUID", "SOPInstanceUID") if not one.get(name)]:
         raise DataError(
-            f"{file} has no {', '.join(missing)}, and a DICOM segmentation cannot refer to it; write NIfTI instead"
+            f"{file} has no {', '.join(missing)}, so a DICOM segmentation cannot refer to it; write NIfTI instead"
         )
     for name in MAY_BE_EMPTY:
         if name not in one:
@@ -285,7 +285,7 @@ def _part(planes: np.ndarray, task: Task) -> np.ndarray:
     """Return the segment number of each voxel, or one bit per segment if regions overlap."""
     known = np.array(task.class_values)
     if strange := sorted(set(np.unique(planes).tolist()) - set(task.class_values)):
-        raise DataError(f"the label map holds {strange[:5]}, but the values of {task.name} are {known.tolist()}")
+        raise DataError(f"the label map has values {strange[:5]}, but those of {task.name} are {known.tolist()}")
     if not task.regions:
         return np.searchsorted(known, planes).astype(np.uint8)  # the background is 0; 254 labels at most
     return np.stack([np.isin(planes, values) for values in task.regions.values()], axis=-1).astype(np.uint8)
@@ -293,7 +293,7 @@ def _part(planes: np.ndarray, task: Task) -> np.ndarray:
 
 def _describe_segments(hd: Any, task: Task) -> list[Any]:
     """Return a description of each structure: its name, code and colour, and the automatic algorithm."""
-    from pydicom.sr.codedict import codes  # of the extra; highdicom has been imported by now
+    from pydicom.sr.codedict import codes  # optional; highdicom has been imported by now
 
     algorithm = hd.AlgorithmIdentificationSequence(
         name="volseg", version=__version__, family=codes.DCM.ArtificialIntelligence
@@ -317,10 +317,9 @@ def _describe_segments(hd: Any, task: Task) -> list[Any]:
     return described
 
 
-# SNOMED CT codes for names of labels, as DICOM wants them beside a segment's name.
-#
-# A label whose name is not listed keeps its name and is coded as tissue. The codes are pydicom's keywords for its own
-# SNOMED CT dictionary, so that no number is copied by hand.
+# SNOMED CT codes for names of labels, which DICOM requires in addition to a segment's name. A label with an unlisted
+# name keeps its name and is coded as tissue. The codes are keywords of pydicom's SNOMED CT dictionary, so that no
+# number is copied by hand.
 
 
 class CodedName(NamedTuple):
@@ -339,7 +338,7 @@ ANATOMIES = (
     *("hippocampus", "inferior vena cava", "kidney", "left atrium", "left ventricle", "liver", "lung", "pancreas"),
     *("prostate", "right atrium", "right ventricle", "spinal cord", "spleen", "stomach", "trachea"),
 )
-"""Names whose words form pydicom's keyword."""
+"""Names that form pydicom's keyword when joined."""
 
 CODES: dict[str, tuple[str, str]] = {
     **{name: (ANATOMY, name.title().replace(" ", "")) for name in ANATOMIES},

@@ -1,4 +1,4 @@
-"""Measure which postprocessing helps: try each step on labelled predictions, and keep the steps that gain.
+"""Measure which postprocessing helps: try each step on labelled predictions, and keep the steps that raise the Dice.
 
 The order is nnU-Net's [1]_: first the largest component of the whole foreground, then of each structure. Then holes are
 tried, which nnU-Net does not do. A step is kept if the mean Dice rises and the Dice of no structure falls. nnU-Net
@@ -33,7 +33,7 @@ from volseg.formatting import align_columns
 from volseg.inference.postprocessing import Postprocessing, Step
 from volseg.version import __version__
 
-RULE = "a step is kept if the mean Dice over the structures rises and that of no structure falls"
+RULE = "a step is kept if the mean Dice over the structures rises and the Dice of no structure falls"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class Judged:
     prediction: Path
     reference: Path
     labelled: tuple[int, ...] | None = None
-    """The annotated values, if they are not all."""
+    """The annotated values of a partially labelled case."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ def measure_postprocessing(
         If there is no prediction, or a prediction does not match its label.
     """
     if not predictions:
-        raise DataError("postprocessing is measured on predictions with labels, but there is none")
+        raise DataError("postprocessing needs predictions with labels to be measured on, but there are none")
     order = Postprocessing.of(task)
     held = [_HeldCase.read(prediction, task, order) for prediction in predictions]
     kept: list[Step] = []
@@ -145,7 +145,7 @@ def measure_postprocessing(
 
 
 def _list_steps(task: Task) -> list[tuple[str, Step]]:
-    """Return what to try, with the names of the structures."""
+    """Return the steps to try, each with the name of its structure."""
     structures = {name: list_values(key) for key, name in task.structures.items()}
     foreground = task.class_values[1:]
     steps = [("all", Step(operation="keep_largest", values=foreground))]
@@ -157,7 +157,7 @@ def _list_steps(task: Task) -> list[tuple[str, Step]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _HeldCase:
-    """A prediction and its label, compressed to a hundredth, so that all cases fit into memory."""
+    """A prediction and its label, compressed about a hundredfold, so that all cases fit into memory."""
 
     files: Judged
     task: Task
@@ -165,9 +165,9 @@ class _HeldCase:
     dtype: np.dtype
     prediction: bytes
     reference: bytes
-    """Of int32: the reference may also hold the ignored value."""
+    """Compressed int32 values, since the reference may also contain the ignored value."""
     dice: tuple[float, ...]
-    """Dice of each structure; NaN for one that is not annotated, or in neither volume."""
+    """Dice of each structure; NaN for a structure that is not annotated, or in neither volume."""
 
     @classmethod
     def read(cls, files: Judged, task: Task, order: Postprocessing) -> "_HeldCase":

@@ -1,8 +1,8 @@
 """Resample class probabilities from the network's grid to the grid of the image's file, and decide labels.
 
 As in nnU-Net, the label is decided after resampling, on the original voxels. nnU-Net resamples logits, volseg
-probabilities, except for networks of nnU-Net (`LabelRule.of_logits`). A label map resampled to the nearest voxel has
-the staircase of the coarser grid.
+probabilities, except for networks of nnU-Net (`LabelRule.of_logits`). A label map resampled to the nearest voxel would
+have the steps of the coarser grid.
 """
 
 import copy
@@ -24,13 +24,12 @@ from volseg.inference.sampling import Aligned, Box, Held, Place, locate_planes, 
 from volseg.transforms.grid import Grid
 
 # Decide labels on the image's grid from probabilities on the network's grid, box by box as they are computed.
-#
-# Probabilities are interpolated only where a label is decided. So those of all classes never exist on the image's grid;
-# for a CT with many labels, that is more than a GPU holds.
+# Probabilities are interpolated only where a label is decided. So the probabilities of all classes never exist on the
+# image's grid; for a CT with many labels, they would exceed the memory of a GPU.
 
 
 Also = Literal["entropy", "probabilities"]
-"""Outputs that can be requested beside labels."""
+"""Outputs that can be requested in addition to labels."""
 
 MOST_LABELS = 256
 """Most classes of a uint8 label map of class indices."""
@@ -39,20 +38,21 @@ IN_A_REGION = 0.5
 """Probability above which a voxel is in a region; nnU-Net's number."""
 
 SLAB_ELEMENTS = 2**25
-"""Probabilities interpolated at once: 128 MiB in float32, and three times as much in intermediate results."""
+"""Number of probabilities interpolated at once: 128 MiB in float32, and three times as much for intermediate
+results."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelRule:
-    """Rule that makes labels from the probabilities of K classes or regions."""
+    """Rule to decide labels from the probabilities of K classes or regions."""
 
     values: tuple[int, ...]
     """Label value of each class or region."""
     regions: bool = False
     """Whether each region is painted where its probability exceeds one half, over the regions before it."""
     of_logits: bool = False
-    """Whether logits are blended and interpolated, with the logits of regions moved by `IN_A_REGION`. They give the
-    same labels as probabilities, which are computed from them on the image's grid."""
+    """Whether logits are blended and interpolated, with the logits of regions shifted by `IN_A_REGION`. The labels are
+    those of the probabilities that are computed from the logits on the image's grid."""
 
     @classmethod
     def of(
@@ -60,7 +60,7 @@ class LabelRule:
     ) -> "LabelRule":
         """Return the rule; values are the classes' indices by default."""
         if values is None and num_classes > MOST_LABELS:
-            raise GridError(f"a uint8 label map holds {MOST_LABELS} labels, the model has {num_classes} classes")
+            raise GridError(f"more than {MOST_LABELS} classes need values, got {num_classes} without them")
         return cls(tuple(range(num_classes) if values is None else values), regions, of_logits)
 
     def make_probabilities(self, blended: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class LabelRule:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest type of a label map that holds the values."""
+        """The smallest type of a label map for the values."""
         return torch.uint8 if max(self.values) <= 255 else torch.int32
 
     @property
@@ -87,7 +87,7 @@ class LabelRule:
 
 
 def decide(probabilities: Tensor, rule: LabelRule) -> Tensor:
-    """Return the labels of probabilities ``(K, ...)``; of several equal classes, the first wins."""
+    """Return the labels of probabilities ``(K, ...)``; of equally probable classes, the first is chosen."""
     if rule.regions:
         labels = torch.zeros(probabilities.shape[1:], dtype=rule.dtype, device=probabilities.device)
         for value, probability in zip(rule.values, probabilities, strict=True):
@@ -110,23 +110,23 @@ def measure_entropy(probabilities: Tensor, regions: bool) -> Tensor:
 
 
 class Decision:
-    """The prediction of one image on the grid of its file, on the CPU, while it is filled box by box.
+    """The prediction of one image on the grid of its file, on the CPU, which is filled box by box.
 
     The source excludes the padding, so that the network's output there is not mistaken for cropped voxels.
 
     Parameters
     ----------
     image : MetaTensor
-        A preprocessed image ``(C, D, H, W)``; its ``meta`` holds the original grid.
+        A preprocessed image ``(C, D, H, W)``; its ``meta`` contains the original grid.
     rule : LabelRule
         Rule for the labels.
     also : collection of str
-        ``entropy``, ``probabilities``; the latter take K times the image's voxels in float32.
+        ``entropy``, ``probabilities``; the latter need K times the image's voxels in float32.
     """
 
     def __init__(self, image: MetaTensor, rule: LabelRule, *, also: Collection[str] = ()) -> None:
         if unknown := set(also) - {"entropy", "probabilities"}:
-            raise ConfigError(f"a prediction has entropy and probabilities beside its labels, got {sorted(unknown)}")
+            raise ConfigError(f"a prediction can also have entropy and probabilities, but not {sorted(unknown)}")
         padding = image.meta.get("padding", ((0, 0),) * 3)
         self.start = [int(before) for before, _ in padding]
         inner = [side - sum(margins) for side, margins in zip(image.shape[1:], padding, strict=True)]
@@ -158,7 +158,7 @@ class Decision:
             locate_planes(range(part.start + by - origin, part.stop + by - origin), side)
             for part, by, origin, side in zip(seen, margin, held.origin, held.values.shape[1:], strict=True)
         ]
-        # A softmax is finite for all classes or none.
+        # A softmax is finite for either all classes or none.
         checked = held.values if self.rule.regions or self.rule.of_logits else held.values[:1]
         for piece in product(*pieces):
             finite = checked[:, *piece].isfinite().all()
@@ -170,7 +170,7 @@ class Decision:
             self.take(Held(held.values, (d, h, w)), cells)
 
     def take(self, held: Held, cells: Box) -> None:
-        """Decide every voxel whose cell is in a box; the planes after the box must be held too."""
+        """Decide every voxel with a cell in a box; the planes after the box must also be in memory."""
         fused = isinstance(self.sampling, Aligned) and self.probabilities is None and takes(held.values)
         if fused and not (self.rule.of_logits and self.entropy is not None):
             assert isinstance(self.sampling, Aligned)
@@ -195,7 +195,7 @@ class Decision:
                     self._bring(of_class, whole, place)
 
     def finish(self) -> "Prediction | None":
-        """Return the prediction, or None if a probability was not finite; waits for the GPU only here."""
+        """Return the prediction, or None if a probability was not finite; only this call waits for the GPU."""
         while self._underway:
             self._land()
         if self._finite is not None and not bool(self._finite):
@@ -215,7 +215,7 @@ class Decision:
         return labelled
 
     def _bring(self, part: Tensor, whole: Tensor, place: Place) -> None:
-        """Copy a part to its place; copies from a GPU to the CPU run asynchronously."""
+        """Copy a part into the whole volume; copies from a GPU to the CPU run asynchronously."""
         if not part.is_cuda or isinstance(place[0], Tensor):
             whole[tuple(axis.cpu() if isinstance(axis, Tensor) else axis for axis in place)] = part.cpu()
             return
@@ -224,7 +224,7 @@ class Decision:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(part.device))
         self._underway.append((event, whole, place, staged))
-        if len(self._underway) > 2:  # hence few staged copies, and the host rarely waits for the GPU
+        if len(self._underway) > 2:  # few staged copies, but the host rarely waits for the GPU
             self._land()
 
     def _land(self) -> None:
@@ -240,13 +240,13 @@ class Prediction:
     labels: MetaTensor
     """``(1, D, H, W)``, the values of label files; with the grid, file name and header codes of the image."""
     entropy: MetaTensor | None = None
-    """``(1, D, H, W)`` float32, the uncertainty of the model: nats over the logarithm of K, thus from 0 to 1."""
+    """``(1, D, H, W)`` float32, the uncertainty of the model from 0 to 1: the entropy over the logarithm of K."""
     probabilities: MetaTensor | None = None
     """``(K, D, H, W)`` float32 on the CPU."""
 
 
 NEAREST_AXIS = "nearest_axis"
-"""Key in the ``meta`` of a preprocessed image: the axis along which the way back takes the nearest plane."""
+"""Key in the ``meta`` of a preprocessed image: the axis along which resampling back uses the nearest plane."""
 
 
 def resample(target: Grid, volume: Tensor, source: Grid) -> Tensor:
@@ -260,7 +260,7 @@ def resample(target: Grid, volume: Tensor, source: Grid) -> Tensor:
 
 
 def _move(box: Box, shift: Sequence[int], sides: Sequence[int]) -> Box:
-    """Return a box counted from ``shift`` on, clipped to ``sides``."""
+    """Return a box relative to ``shift``, clipped to ``sides``."""
     d, h, w = (
         range(max(0, part.start - by), max(0, min(part.stop - by, side)))
         for part, by, side in zip(box, shift, sides, strict=True)
@@ -271,4 +271,4 @@ def _move(box: Box, shift: Sequence[int], sides: Sequence[int]) -> Box:
 def require_on(volume: Tensor, source: Grid) -> None:
     """Raise unless a volume ``(C, D, H, W)`` has the shape of a grid."""
     if tuple(volume.shape[1:]) != source.shape:
-        raise GridError(f"a volume of shape {tuple(volume.shape)} does not lie on a grid of {source.shape} voxels")
+        raise GridError(f"a volume of shape {tuple(volume.shape)} is not on a grid of {source.shape} voxels")

@@ -1,12 +1,12 @@
-"""Postprocess label maps after the network: remove stray pieces and fill holes, where measurements show a gain.
+"""Postprocess predicted label maps: remove stray pieces and fill holes, where measurements show a gain.
 
-A `Postprocessing` is a list of steps that `volseg.inference.measured_postprocessing` found to help, kept in
+A `Postprocessing` is a list of steps that `volseg.inference.measured_postprocessing` found to help, stored in
 ``postprocessing.json``. Pieces are components of 26 neighbours, as in nnU-Net (``skimage.measure.label`` with full
-connectivity); all pieces of the largest size stay. A hole is a set of voxels without a path of 6 neighbours to the
+connectivity); all pieces of the largest size are kept. A hole is a set of voxels without a path of 6 neighbours to the
 outside, as in `scipy.ndimage.binary_fill_holes`.
 
-In a label map of overlapping regions, a value stands for a set of regions. A voxel that leaves a structure takes the
-value that keeps most of its other structures and adds none. A voxel that enters a structure takes the value that keeps
+In a label map of overlapping regions, a value represents a set of regions. A voxel that leaves a structure gets the
+value that keeps most of its other structures and adds none. A voxel that enters a structure gets the value that keeps
 all its structures and adds the fewest. Without regions, removed voxels become background, and only background is
 filled.
 """
@@ -35,7 +35,7 @@ FORMAT = 1
 """Format of ``postprocessing.json``; other formats are refused."""
 
 FULL = generate_binary_structure(3, 3)
-"""26 neighbours."""
+"""Structuring element of 26 neighbours."""
 
 Voxels = NDArray[Any]
 
@@ -69,7 +69,7 @@ class Postprocessing:
     painted : tuple of int
         The preferred value of each structure, if several values are possible.
     steps : tuple of Step
-        If empty, a label map stays unchanged.
+        Steps to apply; without steps, a label map stays unchanged.
     """
 
     labels: tuple[int, ...]
@@ -113,21 +113,20 @@ class Postprocessing:
         found = content.get("format") if isinstance(content, dict) else None
         if found != FORMAT:
             raise DataError(
-                f"{path} should be a postprocessing.json of format {FORMAT}, got {found!r}; write it again by "
+                f"{path} should be a postprocessing.json of format {FORMAT}, got {found!r}; write it again with "
                 "`volseg postprocess`"
             )
         try:
             read = read_record(cls, {name: content[name] for name in ("labels", "structures", "painted", "steps")})
         except (KeyError, ValueError) as fault:
             raise DataError(
-                f"{path} is not a postprocessing.json as volseg writes it ({fault}); write it again by `volseg "
-                "postprocess`"
+                f"{path} is not a postprocessing.json of volseg ({fault}); write it again with `volseg postprocess`"
             ) from fault
         read._require_sound(path)
         return read
 
     def save(self, path: str | Path, further: Mapping[str, Any] | None = None) -> Path:
-        """Write the steps, and further facts about them, as JSON in one step or not at all; return the path."""
+        """Write the steps, and further facts about them, as JSON, atomically; return the path."""
         path = Path(path)
         content = {"format": FORMAT, **asdict(self), **(further or {})}
         with replacing(path) as partial:
@@ -165,13 +164,13 @@ class Postprocessing:
         found = np.unique(voxels)
         if strange := sorted(set(found.tolist()) - set(self.labels)):
             raise DataError(
-                f"the label map holds {strange[:5]}, but the postprocessing was determined for the values "
+                f"the label map has the values {strange[:5]}, but the postprocessing was determined for the values "
                 f"{list(self.labels)}; apply it to predictions of the same task"
             )
         return voxels.astype(np.uint8 if max(self.labels) <= 255 else np.int32)
 
     def apply(self, voxels: Voxels, step: Step) -> int:
-        """Change a label map ``(D, H, W)`` by a step, in place; return the number of changed voxels."""
+        """Apply a step to a label map ``(D, H, W)`` in place; return the number of changed voxels."""
         mask = np.isin(voxels, step.values)
         for box in find_objects(mask.view(np.int8)):  # the box around the mask, if it is not empty
             inner = mask[box]
@@ -211,8 +210,8 @@ class Postprocessing:
         within = all(set(values) <= set(self.labels) for values in self.structures)
         if not (sound and known and within):
             raise DataError(
-                f"{path} has steps {list(self.steps)} for the labels {list(self.labels)}; needed: operations on those "
-                "labels. Write it again by `volseg postprocess`"
+                f"{path} has the steps {list(self.steps)} for the labels {list(self.labels)}; needed: operations on "
+                "those labels. Write it again with `volseg postprocess`"
             )
 
 

@@ -1,11 +1,11 @@
-"""Predict a preprocessed case: its label map on the image's own grid.
+"""Predict the label map of a preprocessed case on the image's original grid.
 
 ::
 
     image (C, D, H, W) -> windows -> model, mirrored or not -> softmax -> mean over mirrors and models
         -> windows blended by a Gaussian -> probabilities (K, D, H, W) -> original grid -> argmax -> labels
 
-All steps but the last run slab by slab: see `streaming`.
+All steps except the last run slab by slab: see `streaming`.
 """
 
 from collections import defaultdict
@@ -29,7 +29,7 @@ from volseg.inference.windows import MONAI, Windowing
 Item = TypeVar("Item")
 
 PASSES_UNTIL_RECORDED = 3
-"""Passes of a `RecordedModel`: two without a recording, and the captured pass."""
+"""Number of passes of a `RecordedModel`: two without a recording, and the captured pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)
@@ -45,36 +45,37 @@ class Predictor:
     num_classes : int
         K: classes, with the background, or regions.
     values : sequence of int, optional
-        Label value of each of the K; their indices by default. A task's values are ``Task.output_values``.
+        Label value of each of the K outputs; their indices by default. A task's values are ``Task.output_values``.
     regions : bool
-        Whether the K are regions that may overlap. Each region has a sigmoid, and is painted over the regions before it
-        where its probability exceeds one half; ``values`` is required. Otherwise the K share a softmax.
+        Whether the K outputs are regions that may overlap. Each region has a sigmoid, and is painted over the regions
+        before it where its probability exceeds one half; ``values`` is required. Otherwise the K outputs share a
+        softmax.
     window : sequence of int, optional
         Sides of the sliding window (voxels). None: the whole volume at once. A smaller volume is padded with 0.
     overlap : float
         Fraction of a window that its neighbour shares, in [0, 1).
     mirror : bool or sequence of int
-        Average over all mirrorings along these axes (0, 1, 2 are D, H, W; True is all three, 8 passes).
+        Whether to average over all 8 mirrorings, or the axes to mirror (0, 1, 2 are D, H, W).
     windows_per_step : int, optional
         Windows per pass through the model. None: as many as keep a GPU busy and fit its memory; one on a CPU, or while
         the model is being trained.
     fast : bool
-        Run networks on one GPU by volseg's kernels, recorded as a CUDA graph, where they support the network; labels
-        are those of the plain network up to round-off. A recording holds the memory of a pass until the predictor is
-        deleted. A network whose parameters have gradients is being trained, and runs as it is.
+        Run networks on one GPU with volseg's kernels, recorded as a CUDA graph, if they support the network; labels are
+        those of the plain network up to round-off. A recording keeps the memory of a pass until the predictor is
+        deleted. A network with gradients is being trained, and runs unchanged.
     samples_per_pass : int
-        Most samples per pass if windows, or whole volumes, are mirrored.
+        Largest number of samples per pass if windows or whole volumes are mirrored.
     device : torch.device, optional
         Device of the computation. None: the device of the model's parameters, else that of the image.
     memory : int, optional
-        Bytes that blending may take on that device. None: the free memory.
+        Bytes that blending may use on that device. None: the free memory.
     autocast : torch.dtype, optional
         bfloat16 or float16 for the model's forward pass; softmax and averages are always float32.
     before_pass : callable, optional
-        Called before each pass through a model, thus between the windows of one volume; it may raise to stop.
+        Called before each pass through a model, also between the windows of one volume; it may raise to stop.
     skip_background : bool
-        Whether windows in which the image has one value, such as clipped air, count as certain background and skip the
-        model. The log gives their number.
+        Whether windows in which the image has only one value, such as clipped air, count as certain background and skip
+        the model. Their number is logged.
     postprocess : callable, optional
         Applied to every label map ``(1, D, H, W)`` on the original grid; see
         `volseg.inference.postprocessing.Postprocessing`.
@@ -105,24 +106,24 @@ class Predictor:
     def __post_init__(self) -> None:
         if unfit := [model for model in self.models if not callable(model) or hasattr(model, "outputs")]:
             raise ConfigError(
-                f"model must map images to logits, got {type(unfit[0]).__name__}; of a Named network pass its module"
+                f"model must map images to logits, got {type(unfit[0]).__name__}; for a Named network, pass its module"
             )
         if (self.values is None and self.regions) or (self.values is not None and len(self.values) != self.num_classes):
             raise ConfigError(
-                f"need a value for each of the {self.num_classes} outputs of the network, got values={self.values}; "
-                "take Task.output_values"
+                f"needed: a value for each of the {self.num_classes} outputs of the network, got values={self.values}; "
+                "pass Task.output_values"
             )
         if self.window is not None and (len(self.window) != 3 or min(self.window) < 1):
             raise ConfigError(f"window must be three sides in voxels, or None, got {list(self.window)}")
         if self.samples_per_pass < 1:
-            raise ConfigError(f"samples_per_pass must be 1 or more, got {self.samples_per_pass}")
+            raise ConfigError(f"samples_per_pass must be at least 1, got {self.samples_per_pass}")
         if not 0 <= self.overlap < 1:
-            raise ConfigError(f"overlap must lie in [0, 1), got {self.overlap}")
+            raise ConfigError(f"overlap must be in [0, 1), got {self.overlap}")
         if not {0, 1, 2}.issuperset(self.mirror_axes):
-            raise ConfigError(f"mirror must be true, false or axes among 0, 1, 2, got {self.mirror}")
+            raise ConfigError(f"mirror must be True, False or a list of the axes 0, 1, 2, got {self.mirror}")
         if self.skip_background and (self.window is None or not self.window_step.link):
-            which = "whole volumes" if self.window is None else "a network whose logits are averaged, as nnU-Net's are"
-            raise ConfigError(f"skip_background leaves out windows of probabilities, got {which}; leave it off")
+            which = "whole volumes" if self.window is None else "averaged logits, as in nnU-Net"
+            raise ConfigError(f"skip_background needs windows of probabilities, got {which}; set it to false")
 
     @property
     def models(self) -> tuple[Model, ...]:
@@ -157,7 +158,7 @@ class Predictor:
         NonFinitePredictionError
             If a probability is not finite.
         OutOfMemoryError
-            If the memory of even one window does not fit.
+            If not even one window fits into memory.
         """
         return self.predict([case])[0].labels
 
@@ -169,15 +170,15 @@ class Predictor:
         field: str = "image",
         also: Collection[Also] = (),
     ) -> Iterator[tuple[Mapping[str, Any], Prediction]]:
-        """Yield each case with its prediction, on the CPU; volumes of equal size go through the model together.
+        """Yield each case with its prediction, on the CPU; volumes of equal size pass through the model together.
 
-        A prediction does not depend on the other cases of its batch. Volumes smaller than the window count as equal to
-        it. Cases are yielded in the order in which their groups fill, which may differ from the input order. ``also``
-        requests ``entropy`` and ``probabilities``; the latter take K times the image's voxels in float32.
+        A prediction does not depend on the other cases of its batch. Volumes smaller than the window have the size of
+        the window. Cases are yielded in the order in which their groups fill, which may differ from the input order.
+        ``also`` requests ``entropy`` and ``probabilities``; the latter need K times the image's voxels in float32.
         """
         for group in group_equal_sizes(cases, lambda case: pad_shape(case[field].shape[-3:], self.window), batch_size):
             yield from zip(group, self._predict_each(group, field, also), strict=True)
-            del group  # or it stays alive during the next read
+            del group  # otherwise it stays alive during the next read
 
     def predict(self, cases: Sequence[Mapping[str, Any]], *, also: Collection[Also] = ()) -> list[Prediction]:
         """Return the predictions of cases of one padded shape, on the CPU; see `stream`."""
@@ -193,7 +194,7 @@ class Predictor:
             yield self._finish(case, image, prediction)
 
     def _finish(self, case: Mapping[str, Any], image: Tensor, prediction: Prediction | None) -> Prediction:
-        """Return `finish`'s prediction; raise if there is none, because a probability was not finite."""
+        """Return the finished prediction; raise if it is None, since a probability was not finite."""
         if prediction is None:
             raise NonFinitePredictionError(explain_not_finite(case, image, self.autocast))
         return self.finish(prediction)
@@ -201,7 +202,7 @@ class Predictor:
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the probabilities ``(B, K, D, H, W)`` float32 of preprocessed images ``(B, C, D, H, W)``.
 
-        The probabilities are held whole: `stream` needs far less memory for label maps.
+        All probabilities are in memory at once: `stream` needs far less memory for label maps.
         """
         with self._applied(images) as streamer:
             return streamer.probabilities(images)
@@ -245,8 +246,8 @@ class Predictor:
         device = self._choose_device(images)
         trained = any(parameter.grad is not None for parameter in self._list_parameters())
         fast = None if trained or not self.fast or self.window is None else _FAST.setdefault(self, FastModels())
-        # Not inference_mode: a sharded model may keep buffers between steps, and training could not use them, nor a
-        # recording its inputs. Threads may share a predictor, and a replay overwrites the logits of the one before.
+        # Not inference_mode: training could not use the buffers that a sharded model keeps between steps, nor a
+        # recording its inputs. Threads may share a predictor, and a replay overwrites the previous logits.
         with (
             fast.lock if fast else nullcontext(),
             torch.inference_mode(False),
@@ -272,7 +273,7 @@ class Predictor:
 
 
 _FAST: WeakKeyDictionary[Predictor, FastModels] = WeakKeyDictionary()
-"""Beside the predictors: a copy of a predictor, in another process too, makes its own."""
+"""Kept outside the predictors, so that a copy of a predictor, also in another process, builds its own."""
 
 
 @contextmanager
@@ -286,7 +287,7 @@ def evaluating(models: Iterable[Model]) -> Iterator[None]:
                 network.eval()
         yield
     finally:
-        for module, mode in modes:  # one by one: a part may have been frozen in evaluation mode on purpose
+        for module, mode in modes:  # one by one: a part may be in evaluation mode on purpose
             if module.training != mode:
                 module.training = mode
 
@@ -294,7 +295,7 @@ def evaluating(models: Iterable[Model]) -> Iterator[None]:
 def group_equal_sizes(
     items: Iterable[Item], size_of: Callable[[Item], tuple[int, ...]], batch_size: int
 ) -> Iterator[list[Item]]:
-    """Group items of equal size, ``batch_size`` together; only a few incomplete groups wait."""
+    """Group items of equal size, ``batch_size`` per group; only a few incomplete groups wait."""
     waiting: dict[tuple[int, ...], list[Item]] = defaultdict(list)
     for item in items:
         size = size_of(item)
@@ -315,31 +316,29 @@ def explain_not_finite(case: Mapping[str, Any], image: Tensor, autocast: torch.d
         remedy = "float16 may overflow: predict in bfloat16 or float32"
     else:
         remedy = "the weights may have diverged: use another checkpoint"
-    return f"case {case.get('case', '(unnamed)')}: the model gave probabilities that are not finite; {remedy}"
+    return f"case {case.get('case', '(unnamed)')}: the model returned probabilities that are not finite; {remedy}"
 
 
 def _require_volume(case: Mapping[str, Any], field: str) -> MetaTensor:
-    """Return a case's volume; raise unless it knows the place of its voxels."""
+    """Return a case's volume; raise unless it has an affine."""
     volume = case[field]
     if not isinstance(volume, MetaTensor):
         raise BatchFieldError(
-            f"{field} needs the affine of its voxels, as in a MetaTensor of volseg.read_volume, got a "
+            f"{field} needs the affine of its voxels, as in a MetaTensor from volseg.read_volume, got a "
             f"{type(volume).__name__}; for plain tensors (B, C, D, H, W) use Predictor.probabilities"
         )
     return volume
 
 
-# One volume over several devices: each device decides a part of it, along the streamed axis.
+# One volume on several devices: each device decides a part of it, along the streamed axis.
 #
 # ::
 #
-#     planes ->   | device 0 decides these      | device 1 decides these      |
-#                 | ---windows--- |     | ---windows--- |
-#                               | ---windows--- |   both compute the windows that reach across
-#
-# Each voxel's sum is computed by one device, window by window in the same order. So labels do not depend on the number
-# of devices, except that a library's kernels may depend on the number of windows in a pass. A thread works for each
-# device; all labels go into one label map on the CPU.
+#     planes ->   | device 0 decides these      | device 1 decides these      |                 | ---windows--- |     |
+# ---windows--- |                               | ---windows--- |   both compute the windows across the border One
+# device computes the sum of a voxel, window by window in the same order. So labels do not depend on the number of
+# devices, except that a library's kernels may depend on the number of windows in a pass. There is a thread per device;
+# all write their labels into one label map on the CPU.
 
 
 class SharedPredictor:
@@ -348,7 +347,7 @@ class SharedPredictor:
     def __init__(self, predictors: Sequence[Predictor]) -> None:
         if not predictors or predictors[0].window is None:
             raise ConfigError(
-                "a volume is cut over devices along its windows, but inference.window is null; predict it on one "
+                "a volume is divided between devices by windows, but inference.window is null; predict it on one "
                 "device, or set a window"
             )
         self.predictors = predictors
@@ -356,7 +355,7 @@ class SharedPredictor:
 
     @property
     def device(self) -> torch.device | str | None:
-        """Device that prepares images: that of the first predictor."""
+        """Device that prepares images: the first predictor's."""
         return self.predictors[0].device
 
     def predict(self, cases: Sequence[Mapping[str, Any]], *, also: Collection[Also] = ()) -> list[Prediction]:
@@ -366,7 +365,7 @@ class SharedPredictor:
     def _predict(self, case: Mapping[str, Any], also: Collection[Also]) -> Prediction:
         first, image = self.predictors[0], case["image"]
         if not self._is_warm:
-            # Before threads start: work of other threads must not break a capture.
+            # Before threads start, since work of other threads must not break a capture.
             for predictor in self.predictors:
                 with _select(predictor) as device:
                     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Predict many cases: read the next cases and write the last ones during a computation.
+"""Predict many cases: read the next cases and write the previous ones during a computation.
 
 ::
 
@@ -6,8 +6,8 @@
     the caller's             finish, predict 1   finish, predict 2   ...
     a thread behind                  write 1     write 2   ...
 
-Decompression, resampling and compression release Python's lock, so threads suffice; a process would have to send each
-volume. The model runs in the caller's thread, which receives signals and captures graphs.
+Decompression, resampling and compression release Python's lock, so threads suffice, whereas processes would have to
+send each volume. The model runs in the caller's thread, which receives signals and captures graphs.
 """
 
 import logging
@@ -52,11 +52,11 @@ class CaseOutcome:
     fault: Exception | None = None
     """The error of a failed case."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of the parts: ``read`` (and preprocessed), ``compute`` (to the label map on the file's grid), ``write``.
+    """Seconds per part: ``read`` (with preprocessing), ``compute`` (up to the label map on the file's grid), ``write``.
     Parts of different cases overlap. If volumes are predicted together, the first has the time of all."""
 
     def fail(self, fault: Exception) -> "CaseOutcome":
-        """Return the case with the error ``fault``, whose tracebacks no longer hold the volumes."""
+        """Return the case with the error ``fault``, without volumes in the error's tracebacks."""
         one: BaseException | None = fault
         while one is not None:
             traceback.clear_frames(one.__traceback__)
@@ -77,11 +77,11 @@ def overlapped(
 ) -> Iterator[CaseOutcome]:
     """Predict cases and yield their outcomes; reading, computing and writing overlap.
 
-    An error of one case is its outcome; the other cases go on. If a batch of volumes fails, each volume is predicted
-    again by itself, so that the failing case is named. Outcomes come in the order of the cases, as far as batches keep
+    An error of one case is its outcome; the other cases continue. If a batch of volumes fails, each volume is predicted
+    again separately, to find the failing case. Outcomes are yielded in the order of the cases, as far as batches keep
     it, and only while a later case is computed. So a caller that records finished cases, to avoid repetition after a
-    power cut, records them in ``write``. At most three cases are in memory, plus those that wait for a batch. Closing
-    the generator, Ctrl-C and errors end the threads: a file in progress is completed, waiting work is dropped.
+    power cut, should record them in ``write``. At most three cases are in memory, plus those that wait for a batch.
+    Closing the generator, Ctrl-C and errors end the threads: a file in progress is completed, waiting work is dropped.
 
     Parameters
     ----------
@@ -101,8 +101,8 @@ def overlapped(
     size_of : callable
         Size of a preprocessed case.
     ends : tuple of exception types
-        Errors of no single case, which end everything: a request to stop, a full disk. Earlier predictions are written
-        and yielded, then the error is raised.
+        Errors that concern no single case and end everything: a request to stop, a full disk. Earlier predictions are
+        written and yielded, then the error is raised.
     """
     failed: list[CaseOutcome] = []
 
@@ -131,7 +131,7 @@ def overlapped(
                 if pending:
                     yield pending.pop().result()
                 pending.append(writer.submit(_write, [work], write, ends))
-                del work  # or the volumes of a written case stay alive until the next one is computed
+                del work  # otherwise the volumes of a written case stay alive until the next one is computed
         except ends as fault:
             ending = fault
         for future in pending:
@@ -145,7 +145,7 @@ def overlapped(
 
 @contextmanager
 def _thread(name: str) -> Iterator[ThreadPoolExecutor]:
-    """Yield a thread that is joined at the end in any case; waiting work is dropped."""
+    """Yield a thread that is always joined at the end; waiting work is dropped."""
     thread = ThreadPoolExecutor(1, name)
     try:
         yield thread
@@ -156,7 +156,7 @@ def _thread(name: str) -> Iterator[ThreadPoolExecutor]:
 def _read_ahead(
     cases: Iterable[Case], prepare: Callable[[Case], Case], reader: ThreadPoolExecutor, ends: Ends
 ) -> Iterator[CaseOutcome]:
-    """Yield prepared cases in order; the next case is in progress meanwhile."""
+    """Yield prepared cases in order, while the next case is being prepared."""
     waiting: deque[Future[CaseOutcome]] = deque()
     for case in cases:
         waiting.append(reader.submit(_prepare, CaseOutcome(case=case), prepare, ends))
@@ -167,7 +167,7 @@ def _read_ahead(
 
 
 def _attempt(work: CaseOutcome, part: str, run: Callable[[], dict[str, Any]], ends: Ends) -> CaseOutcome:
-    """Return a case with the fields that a part of its work gives, or with its error; add the seconds of the part."""
+    """Return a case with the fields that ``run`` returns, or with its error; add the seconds of the part."""
     begin = time.perf_counter()
     try:
         made = run()
@@ -209,7 +209,7 @@ def _predict(group: list[CaseOutcome], predict: Predict, ends: Ends) -> Iterator
 
 
 def _write(handed: list[CaseOutcome], write: Callable[[Case, Prediction], Path], ends: Ends) -> CaseOutcome:
-    work = handed.pop()  # the executor keeps arguments alive for a moment after completion
+    work = handed.pop()  # a list, since the executor keeps arguments alive for a moment after completion
     prepared, prediction = work.prepared, work.prediction
     if prepared is None or prediction is None:
         return work
@@ -217,30 +217,29 @@ def _write(handed: list[CaseOutcome], write: Callable[[Case, Prediction], Path],
     return _attempt(work, "write", lambda: {"file": write(prepared, prediction), **made}, ends)
 
 
-# Preprocess an image on the GPU that predicts it: resampling a CT there takes as long as its transfer.
-#
-# The computing thread does this work, since no other thread may use a GPU during a capture. Reductions (means,
-# quantiles) and nearest-voxel sampling stay on the CPU, where the training computed them: a GPU could give other
-# numbers. A resampled voxel may differ in the last bit of float32.
+# Preprocess an image on the GPU that predicts it: resampling a CT there takes only as long as its transfer. The
+# computing thread does this, since no other thread may use a GPU during a capture. Reductions (means, quantiles) and
+# nearest-voxel sampling stay on the CPU, as in the training: a GPU could return other numbers. A resampled voxel may
+# differ in the last bit of float32.
 
 
 BYTES_ON_THE_WAY = 24
-"""Bytes for each voxel that was read: its float32 and float64 values, and two copies of the result."""
+"""Bytes per input voxel: its float32 and float64 values, and two copies of the result."""
 
 LARGEST_PART = 4
-"""Preparation may take a quarter of the free memory, since an image is small beside its windows' memory."""
+"""Preparation may use a quarter of the free memory, since an image is small compared with its windows."""
 
 KEPT_PART = 8
-"""A prepared image stays on the device if it takes at most an eighth of the free memory: windows are cut there."""
+"""A prepared image stays on the device, to cut windows there, if it needs at most an eighth of the free memory."""
 
 
 def suits(preprocessing: Preprocessing, device: torch.device) -> bool:
-    """Return whether a device gives the CPU's results of preprocessing, and is faster."""
+    """Return whether a device computes the CPU's results of preprocessing, and is faster."""
     return device.type != "cpu" and isinstance(preprocessing, Composed) and preprocessing.suits_devices
 
 
 def prepare_on(device: torch.device, read: dict[str, Any], preprocessing: Preprocessing) -> Case:
-    """Return the preprocessed case; its image is on the device if that `suits` and has room, else on the CPU.
+    """Return the preprocessed case; its image is on the device if the device `suits` and has memory, else on the CPU.
 
     Parameters
     ----------
@@ -261,7 +260,7 @@ def prepare_on(device: torch.device, read: dict[str, Any], preprocessing: Prepro
     except torch.OutOfMemoryError as fault:
         logger.info("an image is prepared on the CPU: %s", str(fault).partition("\n")[0])
         prepared = None
-    if prepared is None:  # outside the block above, whose exception keeps the failed tensors alive
+    if prepared is None:  # after the block above, whose exception keeps the failed tensors alive
         del image
         return preprocess(read, read, preprocessing, keep_reference=False)
     read.clear()

@@ -2,11 +2,11 @@
 
 Every voxel of the target has one *cell*: the source voxel at or before it along each axis. A box of cells needs only
 the source voxels of that box and the planes after it. So boxes that cover the source give every voxel of the target its
-value once. The value does not depend on the held part of the source: positions and weights are computed in float64 for
-the whole grid, never for a part of it.
+value exactly once. The value does not depend on the part of the source in memory: positions and weights are computed in
+float64 for the whole grid.
 
-Grids whose axes are parallel, permuted or flipped need a small table per axis. Oblique grids need a position for each
-voxel: Spacing makes one of a sheared image (a tilted gantry).
+Grids with parallel, permuted or flipped axes need a small table per axis. Oblique grids need a position per voxel:
+Spacing turns a sheared image (a tilted gantry) into one.
 """
 
 import math
@@ -21,7 +21,7 @@ from volseg.errors import GridError
 from volseg.transforms.grid import TIE, Grid
 
 WHOLE_VOXEL = 0.01
-"""A map within this many voxels of a permutation, flip, scaling and whole shift counts as one."""
+"""A map that differs by less than this (voxels) from permutation, flip, scaling and whole shift is treated as such."""
 
 Box = tuple[range, range, range]
 """Voxels or cells along three axes."""
@@ -68,29 +68,29 @@ class AxisTable:
     """Weight of ``above``, in [0, 1] (float32); None if each voxel coincides with a source voxel."""
 
     def find(self, cells: range) -> range:
-        """Return the voxels of the target whose cells are in a range of the source."""
+        """Return the voxels of the target with cells in a range of the source."""
         start, stop = self.inside.start, self.inside.stop
         below = self.below[start:stop]
         found = ((below >= cells.start) & (below < cells.stop)).nonzero()
-        # Cells rise or fall along the axis, so that those of a range are adjacent.
+        # Cells increase or decrease along the axis, so that those of a range are adjacent.
         return range(start + int(found[0]), start + int(found[-1]) + 1) if len(found) else range(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Aligned:
-    """Both grids have the same axes, in any order and direction: one table per axis of the target."""
+    """Sampling between grids with the same axes, in any order and direction: one table per axis of the target."""
 
     tables: tuple[AxisTable, AxisTable, AxisTable]
 
     def find(self, cells: Box) -> Box:
-        """Return the voxels of the target whose cells are in the box."""
+        """Return the voxels of the target with cells in the box."""
         d, h, w = (table.find(cells[table.source]) for table in self.tables)
         return d, h, w
 
     def read(self, held: Held, cells: Box, most_elements: int) -> Iterator[tuple[Place, Tensor]]:
-        """Yield boxes of the target whose cells are in the box, and the values there ``(K, ...)``.
+        """Yield boxes of the target with cells in the box, and the values there ``(K, ...)``.
 
-        No step holds more than about ``most_elements`` values. Voxels outside of the source have no cell.
+        A step keeps at most about ``most_elements`` values in memory. Voxels outside the source have no cell.
         """
         found = self.find(cells)
         # A source finer than the target reads more planes than it returns.
@@ -118,8 +118,8 @@ class Aligned:
                 continue
             sides = [-1 if other == dim else 1 for other in range(4)]
             of_above = table.weight[part.start : part.stop].to(values.device).view(sides)
-            # Products and a sum: a fused product would round differently at the ends of a row, and so depend on the
-            # box.
+            # Products and a sum: a fused product would round differently at the ends of a row, and so would depend on
+            # the box.
             lower = values.index_select(dim, below.to(values.device)).mul_(1 - of_above)
             values = lower.add_(values.index_select(dim, above.to(values.device)).mul_(of_above))
         return values
@@ -127,7 +127,7 @@ class Aligned:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Oblique:
-    """Any two grids: a position is computed for each voxel of the target."""
+    """Sampling between any two grids: a position is computed for each voxel of the target."""
 
     to_source: Tensor
     target: tuple[int, int, int]
@@ -145,10 +145,10 @@ class Oblique:
             yield (place[0], place[1], place[2]), self._interpolate(held, [at[chosen] for at in positions])
 
     def _bound(self, cells: Box) -> Box:
-        """Return a box of the target that contains all voxels whose cells are in ``cells``."""
+        """Return a box of the target that contains all voxels with cells in ``cells``."""
         ends = []
         for part, side in zip(cells, self.source, strict=True):
-            # One voxel of margin; edge voxels reach half their side beyond their centre.
+            # One voxel of margin; edge voxels extend half their side beyond their centre.
             ends.append(torch.tensor([part.start - 1.0, min(part.stop, side) + 1.0], dtype=torch.float64))
         corners = torch.cartesian_prod(*ends).T
         corners = torch.linalg.solve(self.to_source, torch.cat([corners, torch.ones_like(corners[:1])]))[:3]
@@ -179,7 +179,7 @@ class Oblique:
         weights = [(at - low).float() for at, low in zip(positions, below, strict=True)]
 
         def along(axis: int, chosen: tuple[int, ...]) -> Tensor:
-            """Interpolate along ``axis``, after all axes before it, at the chosen corner of the axes behind it."""
+            """Interpolate along ``axis``, after all axes before it, at the chosen corner of the axes after it."""
             if axis < 0:
                 return held.values[:, index[chosen[0]][0], index[chosen[1]][1], index[chosen[2]][2]].float()
             lower, upper = (along(axis - 1, (end, *chosen)) for end in (0, 1))
@@ -195,8 +195,8 @@ Sampling = Aligned | Oblique
 def sample_grid(target: Grid, source: Grid, *, nearest_axis: int | None = None) -> Sampling:
     """Return the trilinear rule to read values on ``source`` at the voxels of ``target``.
 
-    Edge voxels are continued by half their side. ``nearest_axis`` of the source uses the nearest plane, the later of
-    two equally near, as in nnU-Net; it requires parallel axes.
+    Edge voxels extend half their side beyond their centre. Along ``nearest_axis`` of the source, the nearest plane is
+    used, the later of two equally near, as in nnU-Net; this requires parallel axes.
     """
     to_source = target.index_map(source)
     linear = to_source[:3, :3]
@@ -207,9 +207,7 @@ def sample_grid(target: Grid, source: Grid, *, nearest_axis: int | None = None) 
     aligned[:, 3] = to_source[:, 3]
     if sorted(axes) != [0, 1, 2] or ((to_source - aligned) @ target.corners())[:3].abs().max() > WHOLE_VOXEL:
         if nearest_axis is not None:
-            raise GridError(
-                "an axis that takes the nearest plane must be parallel to one of the image's; it is oblique"
-            )
+            raise GridError("the axis with nearest planes must be parallel to an axis of the image, but is oblique")
         return Oblique(to_source, target.shape, source.shape)
     d, h, w = (
         _tabulate(
@@ -244,7 +242,7 @@ def _tabulate(source: int, scale: float, shift: float, target_side: int, grid: G
 
 
 def _is_covered(at: Tensor, side: int) -> Tensor:
-    # A voxel reaches half its side beyond its centre; the tolerance is for rounding in the affines.
+    # A voxel extends half its side beyond its centre; the tolerance allows rounding in the affines.
     return (at >= -0.5 - WHOLE_VOXEL) & (at <= side - 0.5 + WHOLE_VOXEL)
 
 
@@ -257,7 +255,7 @@ def _select(values: Tensor, dim: int, indices: Tensor) -> Tensor:
 
 
 def split_box(box: Box, most_voxels: int) -> Iterator[Box]:
-    """Yield boxes of at most ``most_voxels`` (at least one) that cover ``box``, cut along the first axes only.
+    """Yield boxes of at most ``most_voxels`` (at least one) that cover ``box``, cut along the first axes.
 
     Examples
     --------
@@ -268,7 +266,7 @@ def split_box(box: Box, most_voxels: int) -> Iterator[Box]:
     if not all(sides):
         return
     step, room = [1, 1, 1], max(1, most_voxels)
-    for axis in (2, 1, 0):  # rows are read fastest whole
+    for axis in (2, 1, 0):  # whole rows are read fastest
         step[axis] = min(sides[axis], room)
         room = max(1, room // step[axis])
     for d, h, w in product(*(range(0, side, size) for side, size in zip(sides, step, strict=True))):

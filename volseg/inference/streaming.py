@@ -1,7 +1,7 @@
-"""Turn whole volumes into label maps, slab by slab: blend, resample to the image's grid, decide, discard.
+"""Convert whole volumes to label maps slab by slab: blend, resample to the image's grid, decide, discard.
 
-The memory for all classes does not grow with the volume along one axis; along the others, the volume is cut until it
-fits.
+The memory for all classes does not grow with the volume along one axis; along the others, the volume is cut until the
+classes fit.
 """
 
 import logging
@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 FLOAT_BYTES = 4
 
 FEATURES = 256
-"""Guess of a network's memory per voxel of a window, in channels of float32. If the guess is too small, another attempt
-follows with less memory for the blend."""
+"""Guess of a network's memory per voxel of a window, in channels of float32. If the guess is too low, another attempt
+uses less memory for the blend."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class Streamer:
     windows_per_step : int
         Windows per pass through the models.
     share : (int, int)
-        Number of the part of each volume to predict, and number of parts; with several, `predict` needs ``into``.
+        Index of the part of each volume to predict, and number of parts; with more than one, `predict` needs ``into``.
     """
 
     predictor: "Predictor"
@@ -71,13 +71,13 @@ class Streamer:
     ) -> list[Prediction | None]:
         """Return a prediction for each image, on the CPU; None if a probability is not finite.
 
-        Images have one shape, or their windows pad all of them to one shape. A single image may fill existing volumes
+        All images have one shape, if necessary after padding to the window. A single image may fill existing volumes
         ``into``.
 
         Raises
         ------
         OutOfMemoryError
-            If the memory of a single window does not fit.
+            If not even one window fits into memory.
         """
         if self.window is None:
             return self._predict_unwindowed(images, also)
@@ -106,7 +106,7 @@ class Streamer:
         return predictions
 
     def probabilities(self, images: Tensor) -> Tensor:
-        """Return the probabilities ``(B, K, D, H, W)`` float32 of images ``(B, C, D, H, W)``, held whole."""
+        """Return the probabilities ``(B, K, D, H, W)`` float32 of images ``(B, C, D, H, W)``, all in memory at once."""
         if self.window is None:
             return self.step(images.to(self.device)).to(self.device)  # a pipeline's output is elsewhere
         depth, height, width = images.shape[-3:]
@@ -143,7 +143,7 @@ class Streamer:
 
     def _blend(self, plan: BlendPlan, images: Tensor) -> Iterator[Slab]:
         """Yield the slabs of all strips."""
-        # Windows are cut on the device if the image takes a small part of its free memory.
+        # Windows are cut on the device if the image needs a small part of its free memory.
         if self.device.type != "cpu" and images.numel() * FLOAT_BYTES <= count_free_bytes(self.device) // 8:
             images = images.to(self.device)
         windows = skipped = 0
@@ -156,7 +156,7 @@ class Streamer:
                 windows, skipped = windows + slab.num_windows, skipped + slab.num_skipped
                 yield slab
         if self.predictor.skip_background:
-            logger.info("%d of %d windows hold one value and count as background (skip_background)", skipped, windows)
+            logger.info("%d of %d windows have one value and count as background (skip_background)", skipped, windows)
 
     def _plan(self, image: Tensor, budget: int) -> BlendPlan:
         assert self.window is not None
@@ -167,15 +167,15 @@ class Streamer:
         )  # fmt: skip
         if max(plan.strips) > 1:
             logger.warning(
-                "a layer of windows of %d classes for %s voxels exceeds the %s that can be used on %s: the volume is "
-                "predicted in %d strips, and windows on their borders are computed again",
+                "a layer of windows with %d classes for %s voxels exceeds the %s available on %s, so the volume is "
+                "predicted in %d strips, and windows on their borders are computed twice",
                 self.step.num_classes, " x ".join(map(str, shape)), _say(budget), self.device,
                 math.prod(plan.strips),
             )  # fmt: skip
         return plan
 
     def _find_budget(self, image: Tensor) -> int:
-        """Return the bytes that the blend may take, beside the image and a window's pass."""
+        """Return the bytes that the blend may use, in addition to the image and a window's pass."""
         if self.predictor.memory is not None:
             return self.predictor.memory
         free = count_free_bytes(self.device)
@@ -187,8 +187,8 @@ class Streamer:
         reason = str(fault).partition("\n")[0].rstrip(".")
         return (
             f"{self.windows_per_step} window(s) of {' x '.join(map(str, self.window))} voxels do not fit on "
-            f"{self.device}, with {_say(count_free_bytes(self.device))} free and next to nothing held beside them "
-            f"({reason}); take a smaller window, fewer windows per step, or a device with more memory"
+            f"{self.device}, although {_say(count_free_bytes(self.device))} are free and the blend needs almost "
+            f"nothing ({reason}); choose a smaller window, fewer windows per step, or a device with more memory"
         )
 
     def _count_window_bytes(self, channels: int) -> int:
@@ -196,7 +196,7 @@ class Streamer:
         return self.windows_per_step * math.prod(self.window) * channels * FLOAT_BYTES
 
     def _may_start_again(self) -> bool:
-        """Return whether no other process is in the middle of a pass that it shares with this process."""
+        """Return whether no other process takes part in a pass of the models."""
         return all(
             isinstance(model, nn.Module)
             and not any(
@@ -207,7 +207,7 @@ class Streamer:
 
 
 def pad_shape(sides: Sequence[int], window: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the sides of a volume that is padded to a window at least."""
+    """Return the sides of a volume after padding to at least one window."""
     return tuple(sides) if window is None else tuple(map(max, sides, window))
 
 
@@ -215,14 +215,14 @@ def _stack(images: Sequence[MetaTensor], shape: Sequence[int]) -> Tensor:
     """Return images as a padded batch ``(B, C, D, H, W)``; a single image without padding is not copied."""
     if len(images) == 1 and tuple(images[0].shape[-3:]) == tuple(shape):
         return images[0].as_tensor()[None]
-    device = images[0].device  # another image may be on the CPU for lack of memory
+    device = images[0].device  # another image may be on the CPU if memory was short
     return torch.stack(
         [pad(image.as_tensor().to(device), _compute_margins(image.shape[-3:], shape)) for image in images]
     )
 
 
 def _compute_margins(sides: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """Return the padding before and after each side, last axis first, as `torch.nn.functional.pad` takes it."""
+    """Return the padding before and after each side, last axis first, as `torch.nn.functional.pad` needs it."""
     missing = [wanted - side for side, wanted in zip(sides, shape, strict=True)]
     return [part for short in reversed(missing) for part in (short // 2, short - short // 2)]
 

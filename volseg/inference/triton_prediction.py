@@ -1,17 +1,16 @@
-# ruff: noqa: N803  (upper case: constants for which Triton compiles, and the extents of the formula)
+# ruff: noqa: N803  (upper case: constants for which Triton compiles, and extents of the formula)
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of a prediction: add a window to the blend, and interpolate and decide.
+"""Define the Triton kernels of a prediction: add a window to the blend; interpolate and decide.
 
-**Add a window's** weighted probabilities to the blend from its logits, without a copy. `blending.add_window` defines
-the result; a GPU may fuse a product and a sum, with one rounding. There are two kernels.
+**Add a window**: the weighted probabilities are computed from logits and added to the blend without a copy.
+`blending.add_window` defines the result; a GPU may fuse a product and a sum, with one rounding. There are two kernels.
 
-- By classes: a thread takes a few voxels and reads their classes, four at a time, twice for a softmax. Neighbouring
-  threads read neighbouring voxels.
-- By tiles, if the many classes of a voxel are adjacent (channels last): there, neighbouring threads would read from
-  lines of memory that are hundreds of bytes apart, more lines than a cache holds. A tile of voxels and classes is read
-  along the classes, transposed in shared memory, and added along the voxels, which are adjacent in the blend.
+- By classes: a thread reads the classes of its voxel, four at a time, twice for a softmax. Neighbouring threads read
+neighbouring voxels. - By tiles, if the many classes of a voxel are adjacent (channels last): neighbouring threads would
+otherwise read from lines of memory that are hundreds of bytes apart, too many for a cache. A tile of voxels and classes
+is read along the classes, transposed in shared memory, and added along the voxels, which are adjacent in the blend.
 
-**Interpolate and decide**: classes are read one after the other, and the most probable is kept. `Sampling.read` and
+**Interpolate and decide**: classes are read one after the other, and the most probable one is kept. `Sampling.read` and
 `original_grid.decide` define the result. The arithmetic is the same, axis by axis in the same order, but a GPU may fuse
 a product and a sum, with one rounding. So labels may differ if two classes are equal within float32. A voxel's label
 does not depend on the box of its decision.
@@ -27,9 +26,9 @@ from volseg.device.triton_kernels import kernel, tl, triton
 from volseg.inference.sampling import Aligned, AxisTable, Box, Held, split_box
 
 BLOCK = 128
-"""Voxels per program, one per thread: 40 registers each (Triton 3.7, for an H200). Four per thread take 160, and leave
-room for three programs per multiprocessor instead of twelve. The logits that twelve programs read stay in the L2 cache
-for the second read."""
+"""Voxels per program, one per thread: 40 registers each (Triton 3.7, for an H200). Four per thread need 160, so that
+three programs fit on a multiprocessor instead of twelve. The logits that twelve programs read stay in the L2 cache for
+the second read."""
 
 TILE_VOXELS, TILE_CLASSES = 64, 32
 """A tile: a warp reads 32 classes of a voxel at once, and adds to 32 voxels of a class."""
@@ -55,7 +54,7 @@ def _link(value, most, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr):
     return value
 
 
-# Positions differ from window to window: specialization would recompile the kernel for each kind of number.
+# Positions differ between windows: specialization would recompile the kernel for each kind of number.
 @kernel(do_not_specialize=["start", "first_d", "first_h", "first_w", "side_d", "side_h", "side_w"])
 def _add_kernel(
     x, importance, out, start, first_d, first_h, first_w, side_d, side_h, side_w, K, V, H, W,
@@ -64,7 +63,7 @@ def _add_kernel(
 ):  # fmt: skip
     v = tl.program_id(0) * BV + tl.arange(0, BV)
     d, h, w = v // W // H, v // W % H, v % W
-    # If the blend holds a part of the volume along an axis, part of the window is outside it.
+    # If the blend contains only part of the volume along an axis, part of the window may be outside it.
     to_d, to_h, to_w = first_d + d, first_h + h, first_w + w
     there = (v < V) & (to_d >= 0) & (to_h >= 0) & (to_w >= 0)
     if AXIS == 0:  # around the end of the ring
@@ -122,14 +121,14 @@ def _read_tile(of_voxels, k, K, there, other):
     return tl.load(of_voxels[:, None] + k, mask=there[:, None] & (k < K), other=other).to(tl.float32)
 
 
-# Each program takes a part of one line along W, so that the compiler sees adjacent voxels.
+# Each program processes a part of one line along W, so that the compiler sees adjacent voxels.
 @kernel(do_not_specialize=["start", "first_d", "first_h", "first_w", "side_d", "side_h", "side_w", "before"])
 def _add_tiles_kernel(
     x, importance, out, start, first_d, first_h, first_w, side_d, side_h, side_w, before, K, H, W,
     xd, xh, xw, ok, od, oh, ow,
     AXIS: tl.constexpr, SOFTMAX: tl.constexpr, SIGMOID: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    # A part is before the end of the ring or beyond it, never around it.
+    # A part is before the end of the ring or beyond it, but never across it.
     parts_before = tl.cdiv(before, BV)
     parts = parts_before + tl.cdiv(W - before, BV)
     line, part = tl.program_id(0) // parts, tl.program_id(0) % parts
@@ -154,7 +153,7 @@ def _add_tiles_kernel(
     first = tl.arange(0, BK)[None, :]
     most = tl.full((BV,), 0.0, tl.float32)
     if SOFTMAX:
-        # Reduce per column of the tile first: a reduction across neighbouring threads takes five exchanges.
+        # Reduce each column of the tile first: a reduction across neighbouring threads needs five exchanges.
         mosts = tl.full((BV, BK), -3e38, tl.float32)  # finite: a class may be minus infinity
         for k in range(0, K, BK):
             mosts = tl.maximum(mosts, _read_tile(of_voxels, k + first, K, there, float("-inf")))
@@ -204,7 +203,7 @@ DECIDED_BLOCK = 256
 """Voxels per program, two per thread."""
 
 MOST_VOXELS = 2**26
-"""Voxels per kernel, which are staged on the way to main memory: 64 MiB of labels in uint8."""
+"""Voxels per kernel, to be staged on the way to main memory: 64 MiB of labels in uint8."""
 
 
 SMALLEST = tl.constexpr(1e-37)
@@ -239,7 +238,7 @@ def _decide_kernel(
     D_BETWEEN: tl.constexpr, H_BETWEEN: tl.constexpr, W_BETWEEN: tl.constexpr,
     VALUES: tl.constexpr, REGIONS: tl.constexpr, ENTROPY: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    # A table holds the offsets of each voxel's neighbours below, then those above.
+    # A table contains the offsets of each voxel's lower neighbours, then those of the upper ones.
     v = tl.program_id(0) * BV + tl.arange(0, BV)
     there = v < D * H * W
     d, h, w = v // W // H, v // W % H, v % W
@@ -266,7 +265,7 @@ def _decide_kernel(
         if REGIONS:
             chosen = tl.where(value > 0.5, tl.load(values + k).to(tl.int32), chosen)
         else:
-            # As torch's argmax: NaN is the largest, and the first of several wins.
+            # As in torch's argmax, NaN is the largest, and the first of equal values is chosen.
             is_best = (value > best) | ((value != value) & (best == best))
             chosen = tl.where(is_best, k, chosen)
             best = tl.where(is_best, value, best)
@@ -278,7 +277,7 @@ def _decide_kernel(
         chosen = tl.load(values + chosen, mask=there, other=0).to(tl.int32)
     tl.store(labels + v, chosen.to(labels.dtype.element_ty), mask=there)
     if ENTROPY:
-        # A GPU's minimum of NaN and a number is the number, which here would mean certainty.
+        # By default, the minimum of NaN and a number is the number, which here would mean certainty.
         entropy = tl.maximum(entropy * scale, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(entropies + v, tl.minimum(entropy, 1.0, propagate_nan=tl.PropagateNan.ALL), mask=there)
 
@@ -293,14 +292,14 @@ def decide(
     regions: bool = False,
     entropy: bool = False,
 ) -> Iterator[tuple[tuple[slice, slice, slice], Tensor, Tensor | None]]:
-    """Yield boxes of the target whose cells are in a box, their labels, and their entropy if requested.
+    """Yield boxes of the target with cells in a box, their labels, and their entropy if requested.
 
     Parameters
     ----------
     sampling, held, cells
         As for `Aligned.read`.
     table : Tensor, optional
-        Label value of each of the K, as ``dtype``; needed for regions.
+        Label value of each of the K outputs, as ``dtype``; needed for regions.
     dtype : torch.dtype
         Type of the label maps.
     regions, entropy : bool
@@ -325,7 +324,7 @@ def decide(
 
 
 def _locate(axis: AxisTable, part: range, held: Held) -> tuple[Tensor, Tensor]:
-    """Return the memory offsets of the neighbours below and above, (2, side), and the weights of those above."""
+    """Return the memory offsets of the lower and upper neighbours, (2, side), and the weights of the upper ones."""
     device, stride = held.values.device, held.values.stride(axis.source + 1)
     here = slice(part.start, part.stop)
     neighbours = torch.stack([axis.below[here], axis.above[here]])

@@ -1,4 +1,4 @@
-"""Apply the models to a batch of windows: every model, every mirroring, and the mean of their probabilities."""
+"""Apply the models to a batch of windows, for every mirroring, and average their probabilities."""
 
 import logging
 import math
@@ -31,7 +31,7 @@ LINKS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "softmax": lambda logits, dim: logits.float().softmax(dim),
     "sigmoid": lambda logits, _: logits.float().sigmoid(),
 }
-"""Functions from logits to blended values; the argument is the dim of the classes."""
+"""Functions from logits to blended values, by name; the second argument is the dim of the classes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -45,15 +45,15 @@ class WindowStep:
     num_classes : int
         K: classes, with the background, or regions.
     regions : bool
-        Whether each of the K has a sigmoid, instead of a shared softmax.
+        Whether each of the K outputs has a sigmoid, instead of a shared softmax.
     mirror_axes : sequence of int
-        Axes to mirror, every subset of them in turn; 0, 1, 2 are d, h, w.
+        Axes to mirror, in all combinations; 0, 1, 2 are d, h, w.
     autocast : torch.dtype, optional
         Type of the models' autocast; later computation is float32.
     before_pass : callable, optional
         Called before each pass through a model; it may raise to stop.
     samples_per_pass : int
-        Most samples per pass through a model if windows are mirrored; at least one mirroring goes through.
+        Largest number of samples per pass through a model if windows are mirrored; a pass has at least one mirroring.
     """
 
     models: Sequence[Model]
@@ -75,12 +75,12 @@ class WindowStep:
         return len(self.models) * 2 ** len(self.mirror_axes)
 
     def __call__(self, windows: Tensor) -> Tensor:
-        """Return the mean over all passes of what is blended, probabilities by default: ``(B, K, d, h, w)`` float32."""
+        """Return the mean of the blended values over all passes, probabilities by default: ``(B, K, d, h, w)``."""
         total: Tensor | None = None
         for logits, dims in self.passes(windows):
             one = LINKS[self.link](logits, 1)
             one = one.flip(dims) if dims else one
-            # Logits are copied: a recorded network's next pass overwrites what it has returned.
+            # Logits are copied: a recorded network's next pass overwrites the previous result.
             total = (one if self.link else one.clone()) if total is None else total.add_(one)
         assert total is not None
         return total.div_(self.num_passes)
@@ -120,10 +120,10 @@ class WindowStep:
 
 
 def full_logits(output: Any) -> Tensor:
-    """Return the logits at full resolution and in one piece.
+    """Return the logits at full resolution, unsharded.
 
-    A list or tuple is deep supervision, full resolution first. A volume sharded over devices is gathered by its
-    ``full_tensor`` (a collective: every process of the group must predict).
+    A list or tuple is the output of deep supervision, full resolution first. A volume sharded over devices is gathered
+    by its ``full_tensor`` (a collective: every process of the group must predict).
     """
     if isinstance(output, list | tuple):
         output = output[0]
@@ -134,11 +134,10 @@ def full_logits(output: Any) -> Tensor:
     return output
 
 
-# A trained network whose pass over a batch of windows is captured once and then replayed.
-#
-# A volume has hundreds of windows of one shape, with the same kernels each time. The kernels of a small network, or of
-# ``FastKernels``, take longer to launch from Python than to run. Mirrorings and the work on the logits stay outside the
-# capture: they are a few kernels, and one capture then serves every mirroring.
+# Capture the pass of a trained network over a batch of windows once, and replay it. A volume has hundreds of windows of
+# one shape, with the same kernels each time. The kernels of a small network, or of ``FastKernels``, take longer to
+# launch from Python than to run. Mirrorings and the processing of logits stay outside the capture: they are a few
+# kernels, and the same capture can then be used for every mirroring.
 #
 # The capture is a `RecordedStep`, as in training, with the same checks: a network that reads values on the host, or
 # changes Python state, runs kernel by kernel, with one message in the log.
@@ -151,8 +150,8 @@ SHAPES = 2
 """Shapes of window batches to capture: full batches, and the last batch of a volume."""
 
 VOXELS_PER_STEP = 2**21
-"""Voxels per pass through the network, one window of 128^3: fewer leave a GPU idle. With torch's kernels it is twice as
-many: DynUNet takes 1.5 times as long where windows go one by one ("plain" in dynunet_h200_predictor.json)."""
+"""Voxels per pass through the network, one window of 128^3: fewer leave a GPU idle. With torch's kernels, the number is
+doubled: DynUNet takes 1.5 times as long with one window per pass ("plain" in dynunet_h200_predictor.json)."""
 
 MOST_WINDOWS = 32
 
@@ -166,16 +165,16 @@ BYTES_PER_LOGIT = 16
 
 
 class RecordedModel(nn.Module):
-    """Run a network on one GPU as a captured graph, per shape of its input.
+    """Run a network on one GPU as a captured graph, one per input shape.
 
     Parameters
     ----------
     model : nn.Module
         In evaluation mode at each call; another mode needs another capture.
     shares : RecordedModel, optional
-        A model whose captures may share the memory, because its logits are used before this model runs.
+        A model that may share the memory of its captures, because its logits are used before this model runs.
     kernels : bool
-        Run the network by `FastKernels` if they support it.
+        Run the network with `FastKernels` if they support it.
 
     Raises
     ------
@@ -202,12 +201,12 @@ class RecordedModel(nn.Module):
     def _run(self, windows: Tensor) -> Tensor:
         try:
             return full_logits(self.model(windows))
-        except Exception as fault:  # of a network that expects torch's own tensors, too
+        except Exception as fault:  # also from a network that expects torch's own tensors
             if self._plain is None or isinstance(fault, torch.OutOfMemoryError):
                 raise
             if not isinstance(fault, ParallelError) and is_recording(windows.device):
-                raise  # no step that waits for values can be captured, by any kernels
-            # An error that is not a refusal may be a fault of the kernels, which the user should know.
+                raise  # a step that waits for values cannot be captured with any kernels
+            # An error that is not a refusal may be a bug of the kernels, which the user should know.
             level = logging.INFO if isinstance(fault, ParallelError) else logging.WARNING
             logger.log(level, "%s predicts with torch's kernels: %s", type(self._plain).__name__, fault)
             self.model, self._plain = self._plain, None
@@ -228,12 +227,12 @@ class RecordedModel(nn.Module):
         return self._step.refused
 
     def release(self) -> None:
-        """Free the captures; later calls start as in the beginning."""
+        """Free the captures; later calls capture again."""
         self._step.release()
 
 
 def _wrap(network: nn.Module) -> FastKernels | None:
-    """Return a plain network with volseg's kernels, or None where there are none; its parameters keep their layout."""
+    """Return a plain network with volseg's kernels, or None if unsupported; its parameters keep their layout."""
     device = next(chain(network.parameters(), network.buffers())).device
     other = isinstance(network, FastKernels | CompiledNetwork) or any(map(is_compiled, network.modules()))
     if other or explain_absence(device) is not None:
@@ -245,14 +244,14 @@ def _wrap(network: nn.Module) -> FastKernels | None:
         logger.info("%s predicts with torch's kernels: %s", type(network).__name__, fault)
         return None
     finally:
-        for parameter, data in given:  # an optimizer may have state of this layout
+        for parameter, data in given:  # an optimizer may have state in this layout
             parameter.data = data
 
 
 def record_models(models: Sequence[Model], *, kernels: bool = False) -> tuple[Model, ...]:
     """Return each network as a `RecordedModel` if that is possible, else unchanged.
 
-    Models on a CPU or on several devices, and those that are no ``nn.Module``, stay unchanged. The captures share
+    Models on a CPU or on several devices, and models that are not an ``nn.Module``, stay unchanged. The captures share
     memory: use the logits of one model before the next model runs.
     """
     recorded: list[Model] = []
@@ -270,7 +269,7 @@ def record_models(models: Sequence[Model], *, kernels: bool = False) -> tuple[Mo
 
 
 class FastModels:
-    """A predictor's models with fast kernels and recordings; ``lock`` lets one thread at a time use them."""
+    """A predictor's models with fast kernels and recordings; threads must hold ``lock`` to use them."""
 
     def __init__(self) -> None:
         self.lock = RLock()
@@ -278,7 +277,7 @@ class FastModels:
         self._device: torch.device | None = None
 
     def make(self, models: Sequence[Model], device: torch.device) -> tuple[Model, ...]:
-        """Return the fast models, made at the first call, and again after the networks moved to another device."""
+        """Return the fast models, built at the first call, and again after the networks moved to another device."""
         if self._device != device:
             self._models, self._device = record_models(models, kernels=True), device
         return self._models
@@ -287,18 +286,18 @@ class FastModels:
 def explain_kernel_by_kernel(model: Any) -> str | None:
     """Return why a model's pass cannot be captured, as the end of a sentence, or None if a capture can be tried."""
     if not isinstance(model, nn.Module):
-        return "it is a function, of which nobody can tell what it depends on"
+        return "it is a function, and its dependencies are unknown"
     if isinstance(model, RecordedModel):
-        return "it is recorded already"
+        return "it is already recorded"
     if (isinstance(model, ModelParallel) and not isinstance(model, FastKernels)) or any(
         isinstance(part, nn.DataParallel) and len(part.device_ids) > 1 for part in model.modules()
     ):
-        return "it works on several devices together"
+        return "it runs on several devices together"
     if any(isinstance(part, ModelParallel) for part in model.modules() if part is not model):
-        return "a part of it has a strategy of its own"
+        return "a part of it has its own strategy"
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        return f"recordings are of one GPU, and it lies on {sorted(map(str, devices))}"
+        return f"recordings need one GPU, but it is on {sorted(map(str, devices))}"
     return None
 
 
@@ -317,11 +316,11 @@ def choose_windows_per_step(
     models : sequence of callables
         The networks; with torch's kernels more windows keep a GPU busy.
     window : sequence of int
-        Sides (voxels).
+        Sides of a window (voxels).
     num_classes : int
-        Outputs of the network: a step holds the window several times for each of them.
+        Outputs of the network: a step needs several times the window for each of them.
     device : torch.device
-        A CPU takes one window at a time: several windows exceed its cache sooner.
+        A CPU computes one window at a time: several windows exceed its cache sooner.
     free_bytes : int, optional
         Free bytes of the device's memory; measured by default.
 
@@ -333,7 +332,7 @@ def choose_windows_per_step(
     if device.type == "cpu":
         return 1
     if device.type != "cuda":
-        raise ParallelError(f"windows are computed on a CPU or a GPU, got {device}")
+        raise ParallelError(f"windows can be computed on a CPU or a GPU, got {device}")
     free = torch.cuda.mem_get_info(device)[0] if free_bytes is None else free_bytes
     voxels = math.prod(window)
     fit = int(STEP_MEMORY * free / (BYTES_PER_LOGIT * num_classes * voxels))

@@ -1,9 +1,9 @@
-"""Compute the positions of windows, the weights of their voxels, and the order of blending: pure.
+"""Compute the positions of windows, the weights of their voxels, and the order of blending, by pure functions.
 
 Positions and weights are MONAI's (`sliding_window_inference`, mode ``gaussian``). The order is by layers: all windows
 that start at one plane of the *streamed* axis, then those of the next plane. Planes before the next layer are finished,
-so a blend needs to hold only one layer. The axis follows only from the shape. So every voxel's sum has one order, and
-the same bits, for any held part of the volume.
+so a blend needs memory for only one layer. The axis depends only on the shape. So every voxel's sum has one order, and
+the same bits, for any part of the volume in memory.
 """
 
 import math
@@ -28,7 +28,7 @@ def compute_starts(side: int, window: int, overlap: float) -> list[int]:
     ([0, 4, 8, 12], [0, 4, 8, 12, 13], [0])
     """
     if not 0 < window <= side:
-        raise ValueError(f"need 0 < window <= side, got {window=}, {side=}")
+        raise ValueError(f"needed: 0 < window <= side, got {window=}, {side=}")
     last, step = side - window, max(1, int(window * (1 - overlap)))
     return [*range(0, last, step), last]
 
@@ -44,9 +44,9 @@ class Windowing:
     """Rule for the positions of windows and the weights of their voxels."""
 
     starts: Callable[[int, int, float], Sequence[int]]
-    """As `compute_starts`: rising, from 0 to the border."""
+    """Function like `compute_starts`; the positions increase from 0 to the border."""
     importance: Callable[[Sequence[int], torch.device], Tensor]
-    """As `compute_importance`: positive."""
+    """Function like `compute_importance`; the weights are positive."""
 
 
 MONAI = Windowing(compute_starts, compute_importance)
@@ -66,7 +66,7 @@ class Layer:
     fresh: range
     """Planes that no earlier window has touched."""
     finished: range
-    """Planes that no later window touches, and that earlier layers did not finish."""
+    """Planes that no later window touches and that earlier layers did not finish."""
     ready: range
     """Planes that can now be decided: interpolation between each and the next plane has all its inputs."""
 
@@ -94,9 +94,9 @@ def list_layers(starts: Sequence[int], window: int, side: int) -> list[Layer]:
 
 
 def restrict_layers(layers: Sequence[Layer], window: int, cells: range) -> list[Layer]:
-    """Return the layers, of one window each, that some cells need, restricted to the planes of these cells.
+    """Return the layers, of one window each, that ``cells`` need, restricted to the planes of these cells.
 
-    A cell needs its plane and the next plane, thus each window that touches either. Sums equal those of all layers.
+    A cell needs its plane and the next plane, and so each window that touches either. Sums equal those of all layers.
 
     Examples
     --------
@@ -116,22 +116,20 @@ def restrict_layers(layers: Sequence[Layer], window: int, cells: range) -> list[
     return kept
 
 
-# Plan how many planes of a blend are held at a time, so that the blend fits into the free memory.
-#
-# One layer of windows is held along the streamed axis, which costs no time. If a layer is too large, the volume is
-# also cut into strips along the other two axes. Each strip is streamed by itself; windows on a border are then computed
-# twice.
+# Plan how many planes of a blend are in memory at a time, so that the blend fits into the free memory. One layer of
+# windows is in memory along the streamed axis, which costs no time. If a layer is too large, the volume is also cut
+# into strips along the other two axes. Each strip is streamed separately; windows on a border are then computed twice.
 
 
 HELD_WHOLE_BYTES = 2**30
-"""Blends up to this size are held whole, and volumes of equal size share a batch: fastest for small volumes."""
+"""Blends up to this size are completely in memory, and volumes of equal size share a batch: fastest for small ones."""
 
 FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class BlendPlan:
-    """Planes of a blend that are held at a time, on the network's grid, padded to at least one window."""
+    """Planes of a blend that are in memory at a time, on the network's grid, padded to at least one window."""
 
     shape: tuple[int, int, int]
     window: tuple[int, int, int]
@@ -140,16 +138,16 @@ class BlendPlan:
     axis: int
     """The streamed axis."""
     whole: bool
-    """Whether all layers are held until the end."""
+    """Whether all layers are in memory until the end."""
     strips: tuple[int, int, int]
     """Number of strips along each axis; 1 along the streamed axis."""
     windowing: Windowing = MONAI
     share: tuple[int, int] = (0, 1)
-    """Part of the volume along the streamed axis to decide, and number of parts; several parts are never ``whole``."""
+    """Index of the part along the streamed axis to decide, and number of parts; several parts are never ``whole``."""
 
     @property
     def depth(self) -> int:
-        """Held planes of the streamed axis: those of a window, and the last plane before it for interpolation."""
+        """Planes of the streamed axis in memory: those of a window, and the last plane before it for interpolation."""
         side = self.shape[self.axis]
         return side if self.whole else min(side, self.window[self.axis] + 1)
 
@@ -166,7 +164,7 @@ class BlendPlan:
     def list_strips(self) -> Iterator[Box]:
         """Return the strips that are blended one by one; together they cover the volume once.
 
-        A strip is a box of cells: the voxels at or after which labels are decided.
+        A strip is a box of cells; labels are decided at positions from one voxel of a cell up to the next.
         """
         d, h, w = (_cut(side, count) for side, count in zip(self.shape, self.strips, strict=True))
         return product(d, h, w)
@@ -182,12 +180,12 @@ class BlendPlan:
         return d, h, w
 
     def corners(self, held: Box, layer: Layer) -> list[tuple[int, int, int]]:
-        """Return the first voxels of a layer's windows that reach into a region, in the order of summation."""
+        """Return the first voxels of a layer's windows that overlap a region, in the order of summation."""
         d, h, w = (
             layer.starts if axis == self.axis else _reaching(self.starts[axis], self.window[axis], held[axis])
             for axis in range(3)
         )
-        # By layers, then in this order: the order of the sums must not depend on the held planes.
+        # By layers, then in this order: the order of the sums must not depend on the planes in memory.
         return sorted(product(d, h, w), key=lambda corner: corner[self.axis])
 
     def held_bytes(self, num_classes: int) -> int:
@@ -209,24 +207,24 @@ def plan_blend(
     windowing: Windowing = MONAI,
     share: tuple[int, int] = (0, 1),
 ) -> BlendPlan:
-    """Return the plan to blend a volume within a budget of bytes, in strips as wide as fit.
+    """Return the plan to blend a volume within a budget of bytes, in the widest strips that fit.
 
     Parameters
     ----------
     shape, window : sequence of int
-        Sides of the volume, and of the windows, which are not larger (voxels).
+        Sides of the volume and of the windows (voxels); windows are not larger than the volume.
     overlap : float
         Fraction of a window that its neighbour shares.
     num_classes : int
         K.
     budget : int
-        Bytes that the blend may take.
+        Bytes that the blend may use.
     most_whole : int
-        Bytes up to which the volume is held whole.
+        Bytes up to which the whole blend is in memory.
     windowing : Windowing
         Positions of the windows, and weights of their voxels.
     share : (int, int)
-        Number of the part to decide, and number of parts.
+        Index of the part to decide, and number of parts.
 
     Raises
     ------
@@ -251,7 +249,7 @@ def plan_blend(
             least = candidate.held_bytes(num_classes)
             raise OutOfMemoryError(
                 f"a volume of {' x '.join(map(str, shape))} voxels in windows of {' x '.join(map(str, window))} cannot "
-                f"be blended: strips of one voxel take {least:,} bytes for {num_classes} classes, and "
+                f"be blended: strips of one voxel need {least:,} bytes for {num_classes} classes, but "
                 f"{max(0, budget):,} are free; end other programs on the device, or choose a smaller window"
             )
         strips[widest] += 1

@@ -1,4 +1,4 @@
-"""Write label maps, probabilities and entropies as NIfTI on the grid of their image, for any format of the image."""
+"""Write label maps, probabilities and entropies as NIfTI on the grid of their image, which may have any format."""
 
 import gzip
 import io
@@ -26,10 +26,10 @@ from volseg.transforms.grid import Grid
 from volseg.transforms.slabs import run_over_slabs
 
 COMPRESSION = 2
-"""ISA-L's level: a label map takes a quarter more bytes than at zlib's level 6, in a thirtieth of the time."""
+"""ISA-L's level: a label map needs a quarter more bytes than at zlib's level 6, but a thirtieth of the time."""
 
 COMPRESSED_TOGETHER = 2**20
-"""Bytes that one thread compresses at a time: they determine the file's bytes, not the number of threads."""
+"""Bytes that a thread compresses at a time; the file's bytes depend on it, not on the number of threads."""
 
 MOST_THREADS = 4
 """With more threads, reordering the voxels takes longer than compression."""
@@ -46,25 +46,25 @@ def write_prediction(
 ) -> Path:
     """Write ``label_map`` as NIfTI with the affine and the header codes of its image; return the path.
 
-    Voxels are uint8, or uint16 or int32 if the largest value needs it. The file replaces an older file in one step or
-    not at all. Equal label maps give equal bytes.
+    Voxels are uint8, or uint16 or int32 if the largest value needs it. The file is replaced atomically. Equal label
+    maps give equal bytes.
 
     Parameters
     ----------
     label_map : Tensor
         ``(1, D, H, W)`` or ``(D, H, W)``, whole numbers in [0, 16777215].
     reference : MetaTensor
-        The image, as read or preprocessed; the label map is on its original grid. Its ``meta`` holds ``sform_code``,
-        ``qform_code`` and ``qform_affine`` as the readers set them; without them the affine counts as the scanner's.
+        The image, as read or preprocessed; the label map is on its original grid. Its ``meta`` contains ``sform_code``,
+        ``qform_code`` and ``qform_affine`` from the readers; without them, the affine is written as scanner
+        coordinates.
     path : path
-        Ends in ``.nii`` or ``.nii.gz``.
-    names : mapping, optional
-        Names of the labels by value, for the header extension that viewers read (`format_label_table`).
+        Path that ends in ``.nii`` or ``.nii.gz``. names : mapping, optional Names of the labels by value, for the
+        header extension that viewers read (`format_label_table`).
 
     Raises
     ------
     DataError
-        If the path has another suffix or the label map holds other values.
+        If the path has another suffix or the label map other values.
     GridError
         If the label map has another shape than the reference.
     """
@@ -90,7 +90,7 @@ def build_label_image(
     if voxels.shape not in (grid.shape, (1, *grid.shape)):
         raise GridError(
             f"{path} needs a label map on the image's own grid of {grid.shape} voxels, got {tuple(voxels.shape)}; "
-            "bring it there with volseg.inference.original_grid.resample"
+            "resample it with volseg.inference.original_grid.resample"
         )
     image = nib.Nifti1Image(_to_integers(voxels.reshape(grid.shape), path), grid.affine.numpy())
     if names:
@@ -99,7 +99,7 @@ def build_label_image(
 
 
 def _compress(content: memoryview) -> io.BytesIO:
-    """Return one gzip member, which every reader takes, without a time stamp: equal maps give equal files."""
+    """Return one gzip member, which every reader supports, without a time stamp: equal maps give equal files."""
     packed, threads = io.BytesIO(), min(MOST_THREADS, os.cpu_count() or 1)
     with igzip_threaded.open(
         packed, "wb", compresslevel=COMPRESSION, threads=threads, block_size=COMPRESSED_TOGETHER
@@ -113,7 +113,7 @@ def _to_integers(voxels: Tensor, path: Path) -> np.ndarray:
     whole = not voxels.is_floating_point() or torch.equal(voxels, voxels.round())
     if not (whole and low >= 0 and high <= LARGEST_VALUE):
         raise DataError(
-            f"{path} takes whole labels in [0, {LARGEST_VALUE}], got {voxels.dtype} values from {low} to {high}"
+            f"{path} needs whole labels in [0, {LARGEST_VALUE}], got {voxels.dtype} values from {low} to {high}"
         )
     return _order(voxels.numpy(), np.uint8 if high <= 255 else np.uint16 if high < 2**16 else np.int32)
 
@@ -131,7 +131,7 @@ def _order(voxels: np.ndarray, dtype: type[np.integer]) -> np.ndarray:
 
 
 STRIPPED_SHEAR = 1e-3
-"""A quaternion in float32 reproduces an affine without shear to a hundredth of this (mm per voxel)."""
+"""Largest deviation of the qform (mm per voxel); without shear, a float32 quaternion is a hundred times as exact."""
 
 
 def place(image: nib.Nifti1Image, grid: Grid, meta: Mapping[str, Any]) -> nib.Nifti1Image:
@@ -141,18 +141,17 @@ def place(image: nib.Nifti1Image, grid: Grid, meta: Mapping[str, Any]) -> nib.Ni
     image.set_sform(affine, code=sform)
     image.set_qform(np.asarray(meta.get("qform_affine", affine)), code=qform, strip_shears=True)
     if sform and "qform_affine" not in meta and not np.allclose(image.get_qform(), affine, atol=STRIPPED_SHEAR):
-        image.set_qform(None, code=0)  # a quaternion holds no shear (tilted gantry): better none than a wrong place
+        image.set_qform(None, code=0)  # a quaternion has no shear (tilted gantry): better none than a wrong place
     image.header.set_xyzt_units("mm")
     return image
 
 
-# Write probabilities and entropies, numbers from 0 to 1, as NIfTI on the grid of their image.
-#
-# Voxels are uint16 with the header's slope 1/65535, which every reader of NIfTI applies. The error is at most 1/131070,
-# the size half that of float32, and most voxels are equal, so that they compress. (NIfTI has no float16, and in uint8
-# two probabilities that differ by 0.003 may be equal.) Probabilities are one file of four axes, the network's outputs
-# last, which nibabel and SimpleITK open directly; nnU-Net's ``.npz`` holds no place in the patient. The meaning of each
-# output is in the file's own header extension, as JSON, where it cannot be lost.
+# Write probabilities and entropies, numbers from 0 to 1, as NIfTI on the grid of their image. Voxels are uint16 with
+# the header's slope 1/65535, which every reader of NIfTI applies. The error is at most 1/131070, the size is half that
+# of float32, and most voxels are equal, so that they compress well. (NIfTI has no float16, and in uint8 two
+# probabilities that differ by 0.003 may be equal.) Probabilities are one file of four axes, the network's outputs last,
+# which nibabel and SimpleITK open directly; nnU-Net's ``.npz`` has no affine. The meaning of each output is in the
+# file's own header extension, as JSON, where it cannot be lost.
 
 
 FULL_SCALE = 65_535
@@ -160,10 +159,10 @@ COMMENT = "comment"
 """NIfTI's extension for text (code 6)."""
 
 ROUNDING = 1e-4
-"""Tolerance beyond 0 and 1 for sums in float32, also of half-precision windows."""
+"""Tolerance below 0 and above 1 for sums in float32, also of half-precision windows."""
 
 SPARED = 0.8
-"""Share of the free memory that probabilities may take."""
+"""Share of the free memory that probabilities may use."""
 
 
 def write_probabilities(
@@ -174,19 +173,19 @@ def write_probabilities(
     Parameters
     ----------
     probabilities : Tensor
-        On the image's original grid. The K are the task's classes in the order of their values, the background first,
-        or its regions in the order of their declaration.
+        Probabilities on the image's original grid. The K outputs are the task's classes in the order of their values,
+        the background first, or its regions in the order of their declaration.
     reference : MetaTensor
         The image, as read or preprocessed; the probabilities are on its original grid.
     path : path
-        Ends in ``.nii`` or ``.nii.gz``; written whole or not at all, one output at a time.
+        Path that ends in ``.nii`` or ``.nii.gz``; the file is written atomically, one output at a time.
     task : Task
         Defines the K outputs; see `describe_outputs`.
 
     Raises
     ------
     GridError
-        For another shape than that of the task's outputs on the image's grid.
+        If the shape is not that of the task's outputs on the image's grid.
     DataError
         For values that are not probabilities, or a path with another suffix.
     """
@@ -195,7 +194,7 @@ def write_probabilities(
 
 
 def write_entropy(entropy: Tensor, reference: MetaTensor, path: str | os.PathLike[str]) -> Path:
-    """Write the entropy ``(1, D, H, W)`` of the probabilities, 0 (certain) to 1 (all are equal), beside its image.
+    """Write the entropy ``(1, D, H, W)`` of probabilities, from 0 (certain) to 1 (all equal), on the image's grid.
 
     Raises
     ------
@@ -233,12 +232,12 @@ def require_room(image: MetaTensor, num_outputs: int, *, held: int = 1) -> None:
     num_outputs : int
         Outputs of the network.
     held : int
-        Predictions that are in memory at once.
+        Number of predictions in memory at once.
 
     Raises
     ------
     OutOfMemoryError
-        If too little is free; the message gives both sizes.
+        If too little memory is free; the message gives both sizes.
     """
     shape = Grid.original(image).shape
     voxels = int(np.prod(shape))
@@ -246,9 +245,9 @@ def require_room(image: MetaTensor, num_outputs: int, *, held: int = 1) -> None:
     free = available_bytes()
     if needed > SPARED * free:
         raise OutOfMemoryError(
-            f"{image.meta.get('filename_or_obj', 'the image')}: the probabilities of {num_outputs} outputs on "
-            f"{shape} voxels take {needed / 2**30:.1f} GiB of main memory, and {free / 2**30:.1f} GiB are free; "
-            "ask for --uncertainty, which takes one output's, crop the image, or take a machine with more"
+            f"{image.meta.get('filename_or_obj', 'the image')}: the probabilities of {num_outputs} outputs on {shape} "
+            f"voxels need {needed / 2**30:.1f} GiB of main memory, but {free / 2**30:.1f} GiB are free; use "
+            "--uncertainty, which needs memory for only one output, crop the image, or use a machine with more memory"
         )
 
 
@@ -270,11 +269,11 @@ def _write(
         packed = gzip.GzipFile("", "wb", compresslevel=1, fileobj=raw, mtime=0) if is_packed else nullcontext(raw)
         with packed as file:
             file.write(_make_header(shape, grid, reference.meta, about))
-            for volume in volumes:  # one after the other, to copy only one at a time
+            for volume in volumes:  # one after the other, so that only one is copied at a time
                 numbers = volume.detach().as_subclass(Tensor).to("cpu").float().numpy()
                 low, high = float(numbers.min()), float(numbers.max())
                 if not -ROUNDING <= low <= high <= 1 + ROUNDING:  # NaN compares as false
-                    raise DataError(f"{path} takes numbers from 0 to 1, got {low:g} to {high:g}")
+                    raise DataError(f"{path} needs numbers from 0 to 1, got {low:g} to {high:g}")
                 stored = np.rint(numbers.clip(0, 1) * np.float32(FULL_SCALE)).astype("<u2")
                 file.write(stored.tobytes(order="F"))  # the first axis is NIfTI's fastest
     return path
@@ -282,7 +281,7 @@ def _write(
 
 def _make_header(shape: tuple[int, ...], grid: Grid, meta: Mapping[str, Any], about: Mapping[str, Any]) -> bytes:
     """Return the bytes before the voxels."""
-    # Zeros that take no memory: nibabel's header requires an array.
+    # Zeros without memory, since nibabel's header requires an array.
     image = nib.Nifti1Image(np.broadcast_to(np.uint16(0), shape), grid.affine.numpy())
     header = place(image, grid, meta).header
     header.set_slope_inter(1 / FULL_SCALE, 0)

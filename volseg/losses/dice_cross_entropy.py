@@ -1,4 +1,4 @@
-"""Soft Dice plus cross entropy of logits and a label map, without a volume of probabilities or of one-hot labels.
+"""Compute soft Dice plus cross entropy of logits and a label map, without volumes of probabilities or one-hot labels.
 
 Each voxel is read once forward and once backward. Only the logits, in their own dtype, and the label map are kept for
 the backward pass::
@@ -10,11 +10,10 @@ the backward pass::
 Between the two arrows shards add their sums (see ``sharded``). A deep supervision head reads the full label at a
 stride. The formula is that of MONAI's ``DiceCELoss(softmax=True, to_onehot_y=True)``.
 
-A label that is not a class makes the loss NaN. On the CPU, where the host reads the sums without a wait, it raises.
+A label that is not a class makes the loss NaN. On the CPU, where reading the sums needs no wait, it raises an error.
 
-A loss returns one number. While a caller gathers, it also records its sums over the voxels of the finest logits, for
-the soft Dice of the training: one reduction per batch. Sums of batches, shards and replicas add up; their Dice values
-do not.
+While a caller gathers overlaps, a loss also records its sums over the voxels of the finest logits, for the soft Dice of
+the training: one reduction per batch. Sums of batches, shards and replicas add up; their Dice values do not.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,7 +41,7 @@ def dice_cross_entropy(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
     Parameters
     ----------
     logits
-        ``(B, K, D, H, W)``, two classes at least; or a sharded volume.
+        ``(B, K, D, H, W)``, at least two classes; or a sharded volume.
     label
         ``(B, 1, D, H, W)``, any real dtype; a finer grid is read at the voxels of ``nearest-exact``.
     terms
@@ -51,7 +50,7 @@ def dice_cross_entropy(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
     Raises
     ------
     DataError
-        On the CPU, if the label holds a value that is not a class. On a GPU the loss becomes NaN instead.
+        On the CPU, if the label has a value that is not a class. On a GPU the loss becomes NaN instead.
     """
     if has_torch_function((logits, label)):
         result: Tensor = handle_torch_function(dice_cross_entropy, (logits, label), logits, label, terms)
@@ -62,12 +61,12 @@ def dice_cross_entropy(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
 
 
 def check_shapes(logits: Tensor, label: Tensor, outputs: int | None = None, unit: str = "class") -> None:
-    """Raise unless logits and label have one batch size, and the logits a channel per output: two classes or more."""
+    """Raise unless logits and label have one batch size, and the logits a channel per output, at least two classes."""
     fits = logits.ndim == label.ndim == 5 and tuple(label.shape[:2]) == (logits.shape[0], 1)
     if not fits or (logits.shape[1] < 2 if outputs is None else logits.shape[1] != outputs):
-        rule = "of two classes at least" if outputs is None else f"with one channel per {unit}"
+        rule = "with at least two classes" if outputs is None else f"with one channel per {unit}"
         raise DataError(
-            f"need logits (B, {outputs or 'K'}, D, H, W) {rule} and a label map (B, 1, D, H, W), got "
+            f"needed: logits (B, {outputs or 'K'}, D, H, W) {rule} and a label map (B, 1, D, H, W), got "
             f"{tuple(logits.shape)} and {tuple(label.shape)}"
         )
 
@@ -92,12 +91,12 @@ def sum_classes(logits: Tensor, label: Tensor, terms: Terms) -> Tensor:
 
 
 def compute_loss(sums: Tensor, labels: Sequence[Tensor], terms: Terms, shape: Sequence[int]) -> Tensor:
-    """Return the loss of logits ``shape`` from the sums of all parts; ``labels`` serve the error message."""
+    """Return the loss of logits of ``shape`` from the sums of all parts; ``labels`` are for the error message."""
     if not on_gpu(sums) and bool(sums[:, TRUTH].isnan().any()):
         strangers = [value for label in labels for value in label.unique().tolist() if value not in range(shape[1])]
         raise DataError(
-            f"a label map may hold the {shape[1]} classes 0 to {shape[1] - 1} of the logits, got also "
-            f"{strangers[:10] or 'others, on another process'}; map the labels, or give the network more classes"
+            f"a label map may contain the {shape[1]} classes 0 to {shape[1] - 1} of the logits, but also has "
+            f"{strangers[:10] or 'others, on another process'}; map the labels, or build the network with more classes"
         )
     leave_foreground(sums)
     return _Loss.apply(sums, terms, tuple(shape))
@@ -109,7 +108,7 @@ def leave_foreground(sums: Tensor) -> None:
 
 
 def choose_backend(tensor: Tensor) -> ModuleType:
-    """Return the module that computes on a tensor: Triton's kernels if they take it, else plain torch."""
+    """Return the module that computes on a tensor: Triton's kernels if they support it, else plain torch."""
     return passes if takes(tensor) else reference
 
 
@@ -155,7 +154,7 @@ _GATHERED: ContextVar[Gathered | None] = ContextVar("gathered", default=None)
 
 @contextmanager
 def gathering_overlap() -> Iterator[Gathered]:
-    """Gather the foreground's overlap from the losses that are computed in this block."""
+    """Gather the foreground's overlap from the losses computed in this block."""
     gathered = Gathered()
     token = _GATHERED.set(gathered)
     try:
@@ -170,7 +169,7 @@ def leave_overlap(sums: Tensor, dims: tuple[int, ...]) -> None:
     Parameters
     ----------
     sums
-        Overlap, mass and truth along one dim, and the foreground's classes along the last dim.
+        Overlap, mass and truth along one dim, and the foreground classes along the last dim.
     dims
         The other dims, to sum over: parts, samples.
     """

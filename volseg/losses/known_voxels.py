@@ -1,19 +1,19 @@
-"""Soft Dice plus cross entropy of the known voxels: regions, voxels without annotation, partially labelled cases.
+"""Compute soft Dice plus cross entropy of the known voxels: regions, ignored voxels, partially labelled cases.
 
-For each output of the network, a number of the label map says that a voxel is in the output, is not, or may be
-(`Targets`). The loss is that of `volseg.losses.dice_cross_entropy` over what is known:
+For each output of the network, a number in the label map means that a voxel is in the output, is not, or may be
+(`Targets`). The loss is that of `volseg.losses.dice_cross_entropy`, computed over the known voxels:
 
 * Without regions, outputs share a softmax. A voxel that may be one of several classes costs ``-log`` of their summed
   probability. In samples with such voxels, Dice counts these classes as one: the marginal losses of [1]_. Cross entropy
   is the mean over a sample's annotated voxels.
 * With regions, each output has a sigmoid, and the loss is nnU-Net's: Dice and binary cross entropy, each a mean over
-  outputs. The background has no output. An output has no loss in a sample whose label says nothing about it (its region
-  may be hidden in the background).
-* A voxel without annotation has no part in any sum, and a gradient of exactly 0.
+  outputs. The background has no output. An output has no loss in a sample with a label that does not determine it (its
+  region may be hidden in the background).
+* A voxel without annotation is in none of the sums, and has a gradient of exactly 0.
 
 The loss is a mean over samples of means within a sample; a sample without any annotated voxel counts as 0. So the
 result is the same for any number of replicas that share a batch. nnU-Net divides by the annotated voxels of the whole
-batch, which no replica knows. Where nnU-Net ignores voxels, its binary cross entropy is a sum over the outputs, not
+batch, which a replica does not know. If nnU-Net ignores voxels, its binary cross entropy is a sum over the outputs, not
 their mean.
 
 Only logits and label are kept for the backward pass. No step waits for the host.
@@ -43,8 +43,8 @@ from volseg.losses.dice_cross_entropy import check_shapes, leave_overlap, read_a
 class Targets:
     """Meaning of the numbers in a label map, for a loss.
 
-    A label map holds the classes ``0 ... K-1``, then a number for voxels without annotation, if there are any. Then
-    follows a number for each set of classes that cannot be told apart in a case; see `volseg.data.labels`.
+    A label map contains the classes ``0 ... K-1``, then a number for voxels without annotation, if any, then a number
+    for each set of classes that cannot be distinguished in a case; see `volseg.data.labels`.
     """
 
     num_classes: int
@@ -54,7 +54,7 @@ class Targets:
     ignores: bool = False
     """Whether number K means a voxel without annotation."""
     hidden: tuple[tuple[int, ...], ...] = ()
-    """Classes, with the background, that each number from ``first_hidden`` on may stand for."""
+    """Classes, including the background, that each number from ``first_hidden`` may mean."""
 
     @property
     def num_outputs(self) -> int:
@@ -63,12 +63,12 @@ class Targets:
 
     @property
     def num_indices(self) -> int:
-        """Count of the numbers that a label map may hold, from 0 on."""
+        """Count of the numbers, from 0, that a label map may contain."""
         return self.first_hidden + len(self.hidden)
 
     @property
     def first_hidden(self) -> int:
-        """The first number that stands for several classes."""
+        """The first number that may mean several classes."""
         return self.num_classes + int(self.ignores)
 
     @property
@@ -104,7 +104,7 @@ def known_dice_cross_entropy(logits: Tensor, label: Tensor, targets: Targets, te
     Raises
     ------
     DataError
-        On the CPU, if the label holds a number without a meaning. On a GPU the loss becomes NaN instead.
+        On the CPU, if the label has a number without a meaning. On a GPU the loss becomes NaN instead.
     """
     if has_torch_function((logits, label)):
         arguments = (logits, label, targets, terms)
@@ -123,9 +123,9 @@ def check_outputs(logits: Tensor, label: Tensor, targets: Targets) -> None:
 def sum_known(logits: Tensor, label: Tensor, targets: Targets, terms: Terms) -> Tensor:
     """Return the sums ``(B, 3 J + I + 1)`` over the voxels of one slab; the caller adds the slabs.
 
-    The J columns are the outputs, then each set of classes that cannot be told apart. Each column has three sums:
-    probability in the column, probability of all voxels, surprise. Then follow the voxels of each of the I numbers, and
-    those of others.
+    The J columns are the outputs, then each set of classes that cannot be distinguished. Each column has three sums:
+    probability in the column, probability of all voxels, surprise. Then follow the counts of voxels with each of the I
+    numbers, and with other numbers.
     """
     sums: Tensor = _KnownSums.apply(logits, label, targets, terms.squared)
     return sums
@@ -136,8 +136,8 @@ def compute_known_loss(sums: Tensor, targets: Targets, terms: Terms) -> Tensor:
     strange = sums[:, -1] > 0
     if not on_gpu(sums) and bool(strange.any()):
         raise DataError(
-            f"a label map may hold the numbers 0 to {targets.num_indices - 1} here, got others in "
-            f"{int(sums[:, -1].sum())} voxel(s); map its values by volseg.data.labels.to_classes"
+            f"a label map may contain the numbers 0 to {targets.num_indices - 1} here, but has others in "
+            f"{int(sums[:, -1].sum())} voxel(s); map its values with volseg.data.labels.to_classes"
         )
     tables = _tables(targets, sums.device, sums.dtype)
     columns = tables.truth.shape[0]
@@ -203,20 +203,20 @@ class _Tables:
     truth: Tensor
     """1 where the number is in the column."""
     known: Tensor
-    """1 where the number says whether the voxel is in the column."""
+    """1 where the number determines whether the voxel is in the column."""
     spoils: Tensor
-    """Whether one voxel with the number keeps the column from being judged in its sample."""
+    """Whether a single voxel with the number excludes the column from the loss of its sample."""
     possible: Tensor
     """``(K, I)``: 1 where the number may be the class."""
     members: tuple[Tensor, ...]
-    """The classes of each column that stands for several."""
+    """The classes of each column that merges several."""
 
 
 @keeping()
 def _tables(targets: Targets, device: torch.device, dtype: torch.dtype) -> _Tables:
     """Return tables that live as long as the process: CUDA graphs read them at their addresses.
 
-    The tables are copied from the host, which a capture does not allow; the step before the capture makes them.
+    The tables are copied from the host, which a capture does not allow; the step before the capture creates them.
     """
     every = range(targets.num_classes)
     columns = [set(region) for region in targets.regions]

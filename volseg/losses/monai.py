@@ -10,7 +10,7 @@ from volseg.losses.known_voxels import Targets, known_dice_cross_entropy
 
 
 class DiceCELoss(monai.losses.DiceCELoss):
-    """`monai.losses.DiceCELoss` with the same parameters, values and gradients, and no volumes but logits and label.
+    """`monai.losses.DiceCELoss` with the same parameters, values and gradients, but no volumes except logits and label.
 
     One pass over logits and label replaces volumes of probabilities and of one-hot labels. It needs a softmax, a label
     map ``(B, 1, D, H, W)`` and the mean as reduction. MONAI's own code runs for class weights, label smoothing, a sum,
@@ -19,12 +19,12 @@ class DiceCELoss(monai.losses.DiceCELoss):
     """
 
     targets: Targets | None = None
-    """The meaning of a label map's numbers, if they are more than a class each; see ``take_targets``."""
+    """The meaning of a label map's numbers, if they are not just classes; see ``take_targets``."""
 
     def take_targets(self, targets: Targets) -> "DiceCELoss":
         """Restrict the loss to the known voxels from now on; see `volseg.losses.known_voxels`. Return self.
 
-        With regions each output has a sigmoid and binary cross entropy, whatever ``softmax`` says.
+        With regions, each output has a sigmoid and binary cross entropy, even if ``softmax`` is set.
 
         Raises
         ------
@@ -33,8 +33,8 @@ class DiceCELoss(monai.losses.DiceCELoss):
         """
         if not self.is_fused:
             raise ConfigError(
-                "DiceCELoss on regions, ignored voxels or partially labelled cases takes no class weights, no label "
-                "smoothing, no reduction but the mean, and no activation (it follows from the task); leave these out"
+                "DiceCELoss on regions, ignored voxels or partially labelled cases supports no class weights, no label "
+                "smoothing, no reduction except the mean, and no activation (it follows from the task); leave these out"
             )
         self.targets = None if targets.is_plain else targets
         return self

@@ -1,4 +1,4 @@
-"""Dice plus cross entropy of a sharded volume: the sums of all shards, added in the order of the grid."""
+"""Compute Dice plus cross entropy of a sharded volume from the sums of all shards, added in the order of the grid."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +18,8 @@ from volseg.parallel.spatial.volume import ShardedVolume, wrap
 
 @sharded_form(dice_cross_entropy)
 def compute_of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return the loss, a whole value; the shards exchange four numbers per sample and class."""
-    del func, kwargs  # dice_cross_entropy hands its arguments over by position
+    """Return the loss, unsharded; the shards exchange four numbers per sample and class."""
+    del func, kwargs  # dice_cross_entropy passes its arguments by position
     logits, label, terms = args
     check_shapes(logits, label)
     if not isinstance(logits, ShardedVolume):
@@ -35,7 +35,7 @@ def compute_of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Ten
 
 @sharded_form(known_dice_cross_entropy)
 def compute_known_of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return the loss of the known voxels, a whole value, from the sums of the shards."""
+    """Return the loss of the known voxels, unsharded, from the sums of the shards."""
     del func, kwargs
     logits, label, targets, terms = args
     check_outputs(logits, label, targets)
@@ -47,7 +47,7 @@ def compute_known_of_slabs(func: Callable, args: tuple, kwargs: dict[str, Any]) 
 
 
 def _make_whole(label: ShardedVolume, logits: Tensor) -> Tensor:
-    """Return the label of a level that is too coarse for a cut; every rank computes such a level whole."""
+    """Return the whole label of a level that is too coarse for a cut, which every rank computes completely."""
     label = _coarsen(label, logits.shape[2:])
     return label.full_tensor() if isinstance(label, ShardedVolume) else label
 

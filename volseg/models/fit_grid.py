@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 class FitGrid(nn.Module):
     """Run a network on volumes of any size, and log once if padding is needed.
 
-    The input is padded equally on both sides with 0, the mean of a z-scored image, as are patches outside of a case in
+    The input is padded equally on both sides with 0, the mean of a z-scored image, like patches that exceed a case in
     training (`VolumeCache`). Edge values would extend the anatomy to the border. If the network accepts the size, input
     and outputs pass unchanged. Otherwise outputs are cropped to the input's grid; coarser heads of deep supervision are
-    first brought to the padded grid (nearest), since a crop by a fraction of their voxels would shift them relative to
+    first resized to the padded grid (nearest), since a crop by a fraction of their voxels would shift them relative to
     the label.
 
     The wrapper has the network's parameters, buffers and children under their own names, so its ``state_dict`` is the
@@ -30,7 +30,7 @@ class FitGrid(nn.Module):
     ----------
     net : nn.Module
         Maps (B, C, D, H, W) to a volume, a list of volumes, or MONAI's stack (B, heads, K, D, H, W), which becomes a
-        list as `monai.losses.DeepSupervisionLoss` takes it.
+        list, as `monai.losses.DeepSupervisionLoss` needs.
     divisors : sequence of int, optional
         Divisors of the sides; by default those that `grid_rule` finds.
 
@@ -100,7 +100,7 @@ class FitGrid(nn.Module):
         self.train(self.training)
 
     def run_by(self, wrap: Callable[[nn.Module], nn.Module]) -> "FitGrid":
-        """Run ``wrap(network)`` in place of the network; the wrapper must share the network's registries."""
+        """Run ``wrap(network)`` instead of the network; the wrapper must share the network's registries."""
         wrapped = wrap(self.net)
         assert all(getattr(wrapped, name) is getattr(self, name) for name in (PARAMETERS, BUFFERS, MODULES))
         object.__setattr__(self, "net", wrapped)
@@ -123,7 +123,7 @@ class FitGrid(nn.Module):
         self._told = True
         if (launch := read_launch()) is None or launch.rank == 0:
             logger.warning(
-                "%s takes sides divisible by %s: volumes, such as one of %s voxels, are padded (to %s) and outputs "
+                "%s needs sides divisible by %s: volumes, such as one of %s voxels, are padded (to %s) and outputs "
                 "cropped",
                 type(self.net).__name__,
                 "x".join(map(str, self.rule.divisors)),
@@ -133,7 +133,7 @@ class FitGrid(nn.Module):
 
 
 def _each_volume(output: Any, fit: Any) -> Any:
-    """Apply ``fit`` to every volume of a network's output; unstack MONAI's deep supervision on the way."""
+    """Apply ``fit`` to every volume of a network's output, after unstacking MONAI's deep supervision."""
     if isinstance(output, list | tuple):
         return getattr(output, "_make", type(output))(_each_volume(part, fit) for part in output)  # a named tuple's
     if isinstance(output, dict):

@@ -1,7 +1,7 @@
 """Find the volume sides that a network accepts.
 
 The sides of stock networks follow from their strides. Any other module is probed: its forward runs on meta tensors,
-which have shapes and no values, so a probe costs no memory and about a tenth of a second. The module accepts a size if,
+which have shapes but no values, so a probe needs no memory and about a tenth of a second. The module accepts a size if,
 in training mode with a batch of one, its forward does not raise and returns an output on the input's grid.
 """
 
@@ -62,8 +62,8 @@ class GridRule:
         if self.fixed:
             if any(side > most for side, most in zip(sides, self.minimum, strict=True)):
                 raise GridError(
-                    f"this network takes volumes of {self.minimum} voxels only, got {tuple(sides)}; build it for that "
-                    "size, or predict with a sliding window of its own"
+                    f"this network accepts only volumes of {self.minimum} voxels, got {tuple(sides)}; build it for "
+                    "larger volumes, or predict with a sliding window of this size"
                 )
             return self.minimum
         whole = [
@@ -99,7 +99,7 @@ def grid_divisors(net: nn.Module) -> Sides:
 
 
 def grid_rule(net: nn.Module) -> GridRule:
-    """Return the rule of a network's sides, from its class if known, otherwise by probing.
+    """Return the rule of a network's sides, from its class if known, else by probing.
 
     Raises
     ------
@@ -139,7 +139,7 @@ def probe_grid_rule(net: nn.Module) -> GridRule:
     Parameters
     ----------
     net : nn.Module
-        Maps (B, C, D, H, W) to a volume of the same D, H, W (or a list of volumes, the first of which has them). C is
+        Maps (B, C, D, H, W) to a volume of the same D, H, W (or a list of volumes that begins with such a volume). C is
         the number of input channels of its first 3D convolution.
 
     Raises
@@ -151,8 +151,8 @@ def probe_grid_rule(net: nn.Module) -> GridRule:
     base = next((side for side in _BASES if answer.takes((side,) * 3)), None)
     if base is None:
         raise GridError(
-            f"{type(net).__name__} gives no output on its input's grid for any cube of {sorted(_BASES)} voxels "
-            f"({answer.last_fault}); return logits on it, or say which sides fit: FitGrid(net, divisors=(16, 16, 16))"
+            f"{type(net).__name__} returns no output on its input's grid for any cube of {sorted(_BASES)} voxels "
+            f"({answer.last_fault}); return logits on it, or pass its divisors: FitGrid(net, divisors=(16, 16, 16))"
         )
 
     def along(axis: int, side: int) -> bool:
@@ -165,7 +165,7 @@ def probe_grid_rule(net: nn.Module) -> GridRule:
         # The module accepts the base, so the divisor of all accepted sides divides the base.
         step = next((d for d in range(1, base + 1) if base % d == 0 and along(axis, base + d)), None)
         if step is None:
-            raise GridError(f"{type(net).__name__} takes {base} voxels along dim {axis + 2} and nothing else near it")
+            raise GridError(f"{type(net).__name__} accepts {base} voxels along dim {axis + 2}, but no similar number")
         divisors.append(step)
         minimum.append(next(side for side in count(step, step) if along(axis, side)))
     d, h, w = minimum
@@ -175,8 +175,8 @@ def probe_grid_rule(net: nn.Module) -> GridRule:
         least_blocks = 2
     else:
         raise GridError(
-            f"{type(net).__name__} takes {minimum} voxels along each single axis, not along all together "
-            f"({answer.last_fault}); say what its sides must be divisible by: FitGrid(net, divisors=(16, 16, 16))"
+            f"{type(net).__name__} accepts {minimum} voxels along each single axis, but not along all together "
+            f"({answer.last_fault}); pass the divisors of its sides: FitGrid(net, divisors=(16, 16, 16))"
         )
     return GridRule((divisors[0], divisors[1], divisors[2]), (d, h, w), least_blocks)
 
@@ -197,7 +197,7 @@ class _Answers:
             with torch.no_grad():
                 image = torch.empty(1, self.in_channels, *sides, device="meta")
                 output = run_on_copies(self.net, partial(torch.empty_like, device="meta"), image)
-        except ImportError:  # a package that the forward pass needs: no other size helps
+        except ImportError:  # the forward pass needs a missing package: no other size helps
             raise
         except Exception as fault:
             self.last_fault = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
@@ -208,23 +208,23 @@ class _Answers:
         while isinstance(output, list | tuple) and output:
             output = output[0]
         shape = tuple(getattr(output, "shape", ()))
-        self.last_fault = f"of {tuple(image.shape)} it makes {shape or f'a {type(output).__name__}'}"
+        self.last_fault = f"for {tuple(image.shape)} it returns {shape or f'a {type(output).__name__}'}"
         return len(shape) >= 5 and shape[-3:] == sides
 
 
 def run_on_copies(net: nn.Module, copy: Callable[[Tensor], Tensor], *args: Any) -> Any:
     """Return ``net(*args)``, computed with a copy of each parameter and buffer.
 
-    Each place in a module gets its copy once; a tensor in several places has a single copy. With its own
-    ``tie_weights``, ``torch.func.functional_call`` (2.13) leaves copies in modules with two names, such as the layers
-    of MONAI's DynUNet; without it, tensors that such modules share are missed.
+    Every name of a tensor gets the same copy. With ``tie_weights=True``, ``torch.func.functional_call`` (2.13) leaves
+    copies in modules with two names, such as the layers of MONAI's DynUNet; with False, it would miss shared tensors
+    whose other names are not passed.
 
     Parameters
     ----------
     net : nn.Module
         Module to call with ``args``.
     copy : callable
-        Makes the copy, for instance on the meta device.
+        Returns a copy of a tensor, for instance on the meta device.
     *args
         Arguments of ``net``.
     """

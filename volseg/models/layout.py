@@ -23,11 +23,11 @@ WARM_UP, MEASURED = 3, 5
 def faster_layout(
     network: nn.Module, shape: Sequence[int], autocast: Callable[[], AbstractContextManager[None]]
 ) -> torch.memory_format:
-    """Return the layout in which forward and backward on a batch of ``shape`` (B, C, D, H, W) take less time.
+    """Return the layout with the faster forward and backward pass on a batch of ``shape`` (B, C, D, H, W).
 
     The network is converted to that layout; its weights and buffers keep their values. Without a GPU the result is the
-    contiguous layout. A layout in which the batch does not fit into the GPU's memory is never the faster one. If
-    neither fits, the result is the contiguous layout, and the first step of the training raises.
+    contiguous layout. A layout in which the batch does not fit into the GPU's memory is not chosen. If neither fits,
+    the result is the contiguous layout, and the first training step raises.
     """
     device = next(network.parameters()).device
     if device.type != "cuda":
@@ -55,8 +55,8 @@ def _milliseconds_if_it_fits(
     try:
         return _milliseconds(network, batch, layout, autocast)
     except torch.OutOfMemoryError as fault:
-        logger.info("%s is not measured, as it is out of memory: %s", layout, str(fault).partition("\n")[0])
-    # Outside of the block above, whose exception keeps the tensors alive.
+        logger.info("%s is not measured, because it runs out of memory: %s", layout, str(fault).partition("\n")[0])
+    # After the block above, whose exception keeps the tensors alive.
     network.zero_grad()
     torch.cuda.empty_cache()
     return math.inf
@@ -74,7 +74,7 @@ def _milliseconds(
         begin.record()
         with autocast():
             leaves = tree_leaves(network(batch))
-        # All heads, as a training with deep supervision uses them.
+        # All heads, as in a training with deep supervision.
         heads = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         torch.stack([head.float().square().mean() for head in heads]).sum().backward()
         end.record()

@@ -44,13 +44,13 @@ OFFERED = (
 )
 """Networks of ``monai.networks.nets`` that map an image to logits on its grid, without further packages.
 
-The others classify, reconstruct, generate, register or discriminate images, take more than an image, return more than
-logits, or need packages of their own (DAF3D, HyenaNDUNETR); every network with channels was tried.
+The others classify, reconstruct, generate, register or discriminate images, need more than an image, return more than
+logits, or need further packages (DAF3D, HyenaNDUNETR); every network with channels was tried.
 """
 
 
 class DynUNet(nets.DynUNet):
-    """Return ``[logits, coarser logits, ...]`` while training with deep supervision, and logits otherwise.
+    """MONAI's DynUNet; returns ``[logits, coarser logits, ...]`` while training with deep supervision.
 
     MONAI's own ``forward`` resizes every head to the full grid and stacks them as (B, 1 + heads, K, D, H, W), for
     TorchScript. `monai.losses.DeepSupervisionLoss` takes a list, finest first, and resamples the label to each head's
@@ -64,7 +64,7 @@ class DynUNet(nets.DynUNet):
         if not (self.training and self.deep_supervision):
             return logits
         outputs = [logits, *self.heads]
-        # The list belongs to the module: a head left in it would keep this step's graph alive until the next one.
+        # The list belongs to the module: a head that stays in it keeps this step's graph alive until the next step.
         self.heads[:] = [None] * len(self.heads)
         return outputs
 
@@ -79,7 +79,7 @@ NETWORKS = Registry(
         "VNet": VNet,
     },
 )
-"""Classes by name; add a custom network by ``volseg.register("network", name, component)``."""
+"""Classes by name; add a custom network with ``volseg.register("network", name, component)``."""
 
 
 def build_network(
@@ -99,7 +99,7 @@ def build_network(
     in_channels, out_channels : int
         Channels of the image, classes of the label.
     patch_size : sequence of int, optional
-        D, H, W of a training patch; plans a U-Net's strides and UNETR's grid if ``spec`` does not give them.
+        D, H, W of a training patch; determines a U-Net's strides and UNETR's grid if ``spec`` does not.
     spacing : sequence of float
         The patch's voxel sides along D, H, W in mm; a U-Net neither halves nor convolves across thick slices early.
 
@@ -122,18 +122,18 @@ def build_network(
     name = spec["name"]
     for parameter in _DATA:
         if not NETWORKS.accepts(name, parameter):
-            raise ConfigError(f"network {name} must take {' and '.join(_DATA)}, which follow from the data, by keyword")
+            raise ConfigError(f"network {name} must accept {' and '.join(_DATA)} (set from the data) as keywords")
     if NETWORKS.accepts(name, "spatial_dims"):
         fixed["spatial_dims"] = 3
     # A custom network may create any number of tensors and drop them.
     is_bounded = NETWORKS.get_source(name) is None
     large = [value for value in list_values(completed) if isinstance(value, int) and abs(value) > LARGEST]
     if large and is_bounded:
-        raise ConfigError(f"network {name} takes whole numbers up to {LARGEST}, got {large[0]}")
+        raise ConfigError(f"network {name} supports whole numbers up to {LARGEST}, got {large[0]}")
     with _ParameterBudget() if is_bounded else nullcontext():
         network = NETWORKS.build(completed, **fixed)
     if not isinstance(network, nn.Module):
-        raise ConfigError(f"network {name} must make a torch.nn.Module, got a {type(network).__name__}")
+        raise ConfigError(f"network {name} must build a torch.nn.Module, got a {type(network).__name__}")
     return network
 
 
@@ -146,7 +146,7 @@ class _ParameterBudget(TorchFunctionMode):
         self.num_tensors = MOST_TENSORS
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a torch function; first count its result on the meta device, which takes no memory."""
+        """Call a torch function; first count its result on the meta device, which needs no memory."""
         del types
         kwargs = kwargs or {}
         if func in FACTORIES:
@@ -154,17 +154,17 @@ class _ParameterBudget(TorchFunctionMode):
             self.num_tensors -= 1
             if self.num_bytes < 0:
                 raise ConfigError(
-                    "its parameters do not fit into half of the free memory; take fewer channels or stages"
+                    "its parameters do not fit into half of the free memory; choose fewer channels or stages"
                 )
             if self.num_tensors < 0:
-                raise ConfigError(f"it has more than {MOST_TENSORS} parameters and buffers; take fewer blocks")
+                raise ConfigError(f"it has more than {MOST_TENSORS} parameters and buffers; choose fewer blocks")
         return func(*args, **kwargs)
 
 
 def complete_spec(
     spec: Mapping[str, Any], *, patch_size: Sequence[int] | None = None, spacing: Sequence[float] = ISOTROPIC
 ) -> dict[str, Any]:
-    """Return ``spec`` with every parameter that follows from the patch: it builds the same network without a patch.
+    """Return ``spec`` with every parameter that follows from the patch, so that it builds the same network without one.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ def complete_spec(
     name = spec["name"]
     try:
         defaults = _DEFAULTS[name](spec, patch_size, spacing) if name in _DEFAULTS else {}
-    except (TypeError, ValueError) as fault:  # a parameter has the wrong type, such as a number for a list
+    except (TypeError, ValueError) as fault:  # a parameter has the wrong type, such as a number instead of a list
         given = {key: value for key, value in spec.items() if key != "name"}
         raise ConfigError(f"network {name} refused {given}: {fault}") from fault
     return {**defaults, **spec}
@@ -208,7 +208,7 @@ def _planned(spec: Mapping[str, Any], patch_size: Sequence[int] | None, spacing:
         topology = plan_topology(patch_size, spacing)
         strides, kernels, filters = topology.strides, topology.kernels, list(topology.filters)
     else:
-        raise ConfigError(f"network {spec['name']}: its strides are planned for the patch; give patch_size, or strides")
+        raise ConfigError(f"network {spec['name']}: its strides are planned for the patch; pass patch_size or strides")
     defaults = {"strides": strides, "kernel_size": kernels, "upsample_kernel_size": strides[1:], "filters": filters}
     if spec.get("deep_supervision"):
         # nnU-Net's coarsest head has no weight in the loss, so that stage needs no head.
@@ -230,7 +230,7 @@ def _planned_blocks(
 def _fixed_grid(patch_size: Sequence[int] | None) -> dict[str, Any]:
     """Return UNETR's fixed grid: the patch, padded to whole blocks of 16 x 16 x 16, each with a learned embedding."""
     if patch_size is None:
-        raise ConfigError("network UNETR: its grid is fixed when it is built; give patch_size, or img_size")
+        raise ConfigError("network UNETR: its grid is fixed when it is built; pass patch_size or img_size")
     return {"img_size": tuple(-(-side // 16) * 16 for side in patch_size)}
 
 

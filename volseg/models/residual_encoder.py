@@ -22,14 +22,14 @@ Sides = tuple[int, int, int]
 
 
 class ResEncUNet(nn.Module):
-    """Return logits, or ``[logits, coarser logits, ...]`` while training with deep supervision.
+    """U-Net with a residual encoder; returns ``[logits, coarser logits, ...]`` in training with deep supervision.
 
     Parameters
     ----------
     in_channels, out_channels : int
         Channels of the image, classes of the label.
     strides : sequence of (int, int, int) or int
-        Stride along D, H, W with which each stage begins; the first is 1.
+        Stride of each stage's first convolution along D, H, W; the first stage's is 1.
     kernel_size : sequence of (int, int, int) or int
         Kernel of each stage's convolutions.
     filters : sequence of int
@@ -37,7 +37,7 @@ class ResEncUNet(nn.Module):
     blocks : sequence of int
         Residual blocks of each stage, two convolutions each.
     decoder_blocks : int or sequence of int
-        Convolutions of each decoder stage; in a sequence, the coarsest stage is first.
+        Convolutions of each decoder stage; a sequence starts with the coarsest stage.
     deep_supervision : bool
         Whether coarser stages have heads; the coarsest, which has no weight in nnU-Net, has none.
 
@@ -68,8 +68,8 @@ class ResEncUNet(nn.Module):
         super().__init__()
         if len({len(strides), len(kernel_size), len(filters), len(blocks)}) > 1 or len(strides) < 2:
             raise ConfigError(
-                f"{type(self).__name__} needs strides, kernel_size, filters and blocks of the same two stages or more, "
-                f"got {len(strides)}, {len(kernel_size)}, {len(filters)} and {len(blocks)} of them"
+                f"{type(self).__name__} needs strides, kernel_size, filters and blocks for the same number of stages, "
+                f"at least two, got {len(strides)}, {len(kernel_size)}, {len(filters)} and {len(blocks)}"
             )
         self.strides = [_triple(stride) for stride in strides]
         self.deep_supervision = deep_supervision
@@ -128,7 +128,7 @@ class ResEncUNet(nn.Module):
 
 
 class _Convolution(nn.Sequential):
-    """Convolution, instance norm, and a leaky ReLU unless an addition follows."""
+    """A convolution, an instance norm, and a leaky ReLU unless an addition follows."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: Sides, stride: Sides = (1, 1, 1), *,
                  bias: bool = True, activated: bool = True) -> None:  # fmt: skip
@@ -158,7 +158,7 @@ class _ResidualBlock(nn.Module):
 
 
 class PlainConvUNet(ResEncUNet):
-    """nnU-Net's plain U-Net: ``blocks`` are convolutions; otherwise as `ResEncUNet`.
+    """nnU-Net's plain U-Net: like `ResEncUNet`, but ``blocks`` are convolutions.
 
     Examples
     --------

@@ -14,7 +14,7 @@ class Topology:
     """Stages of a U-Net or a V-Net from the finest to the bottleneck."""
 
     strides: tuple[Sides, ...]
-    """Stride with which each stage begins; the first is 1."""
+    """Stride of each stage's first convolution; the first stage's is 1."""
     kernels: tuple[Sides, ...]
     """Kernel of each stage's convolutions."""
     filters: tuple[int, ...]
@@ -88,7 +88,7 @@ def plan_topology(patch_size: Sequence[float], spacing: Sequence[float] = (1.0, 
     if len(strides) < 3:
         raise ConfigError(
             f"patch size {tuple(patch_size)} is too small to plan a U-Net: it must be halved at least twice down to "
-            f"{SMALLEST_SIDE} voxels; choose a larger patch.size, or give strides and kernel_size"
+            f"{SMALLEST_SIDE} voxels; choose a larger patch.size, or set strides and kernel_size"
         )
     most = MOST_FILTERS if min(widest) > 1 else MOST_FILTERS_2D
     filters = tuple(min(FIRST_FILTERS * 2**stage, most) for stage in range(len(strides)))
@@ -114,8 +114,8 @@ VNET_MONAI = Topology(((1, 1, 1), *[(2, 2, 2)] * 4), ((VNET_KERNEL,) * 3,) * 5, 
 """The V-Net of MONAI and of its authors, which treats all axes equally."""
 
 THIN_SIDE, THIN_SHARE = 24, 3
-"""An axis is thin if it has fewer than ``THIN_SIDE`` voxels and the longest axis is over ``THIN_SHARE`` times
-longer."""
+"""An axis is thin if it has fewer than ``THIN_SIDE`` voxels, and the longest axis is over ``THIN_SHARE`` times as
+long."""
 
 
 def plan_vnet_topology(
@@ -126,8 +126,8 @@ def plan_vnet_topology(
     The result is `VNET_MONAI` unless an axis is coarse (its spacing is at least twice the finest) or thin. As in a
     U-Net (`plan_topology`), an axis is halved once its spacing is below twice the finest of the axes that can be
     halved, and kernels span more than one voxel along it once its spacing is below twice the finest of all. A coarse or
-    thin axis is halved only while it has twice `SMALLEST_SIDE` voxels or more. An axis of one voxel is ignored, as in a
-    U-Net.
+    thin axis is halved only while it has at least twice `SMALLEST_SIDE` voxels. An axis of one voxel is ignored, as in
+    a U-Net.
 
     Parameters
     ----------

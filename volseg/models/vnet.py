@@ -1,4 +1,4 @@
-"""Build MONAI's V-Net with a parameter for each of its dropouts, and with strides and kernels per level and axis."""
+"""Extend MONAI's V-Net by a parameter for each of its dropouts, and by strides and kernels per level and axis."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ class VNet(nets.VNet):
     Parameters
     ----------
     spatial_dims : int
-        3; MONAI's own takes images too.
+        3; MONAI's own V-Net also supports 2.
     in_channels, out_channels, act, dropout_dim, bias
         As for `monai.networks.nets.VNet`.
     dropout_prob_down : float or None
@@ -33,14 +33,14 @@ class VNet(nets.VNet):
     dropout_prob_fine : float
         Dropout on the skips of the two finest transitions up.
     strides : sequence of (int, int, int) or int, optional
-        Stride along D, H, W with which each of the five levels begins; the first is 1, the others 2 by default.
+        Stride along D, H, W at the start of each of the five levels; the first is 1, the others 2 by default.
     kernel_size : sequence of (int, int, int) or int, optional
         Odd kernel of the convolutions of each of the five levels; 5 by default.
 
     Raises
     ------
     ConfigError
-        For strides or kernels that do not fit five levels, and for images.
+        For strides or kernels that do not fit five levels, and for 2D images.
 
     References
     ----------
@@ -84,13 +84,13 @@ class VNet(nets.VNet):
                     module.p = dropout_prob_fine
         if spatial_dims != 3:
             raise ConfigError(
-                f"VNet takes volumes only, with spatial_dims=3, got spatial_dims={spatial_dims}; "
-                "for images use monai.networks.nets.VNet"
+                f"VNet supports only volumes (spatial_dims=3), got spatial_dims={spatial_dims}; for 2D images use "
+                "monai.networks.nets.VNet"
             )
         self.strides = _read_levels("strides", VNET_MONAI.strides if strides is None else strides)
         self.kernels = _read_levels("kernel_size", VNET_MONAI.kernels if kernel_size is None else kernel_size)
         if self.strides[0] != (1, 1, 1):
-            raise ConfigError(f"VNet's first level has the image's grid: its stride is 1, got {self.strides[0]}")
+            raise ConfigError(f"VNet's first level has the image's grid: its stride must be 1, got {self.strides[0]}")
         if even := [kernel for kernel in self.kernels if not all(side % 2 for side in kernel)]:
             raise ConfigError(f"VNet needs a kernel_size that is odd along each axis, got {even[0]}")
         reshape_levels(self, self.strides, self.kernels)
@@ -99,7 +99,7 @@ class VNet(nets.VNet):
 def reshape_levels(net: nets.VNet, strides: Sequence[Sides], kernels: Sequence[Sides]) -> None:
     """Replace MONAI's convolutions at levels with other strides or kernels.
 
-    New convolutions have torch's default initial weights. With MONAI's own sides no random number is drawn.
+    New convolutions have torch's default initial weights. With MONAI's own sides, no random number is drawn.
 
     Parameters
     ----------

@@ -5,8 +5,8 @@ its ``state_dict`` and under one name in ``named_parameters()``. Averaged weight
 the names do not tell which entries of a ``state_dict`` an average replaces. The network's own tensors do.
 
 `transfer_weights` initialises one network with the weights of another: matching tensors are copied, heads keep their
-initial weights, stems are adapted. Heads and stems are not guessed from names: their shapes follow the number of
-outputs and of channels. So any network that is built from these two numbers can be initialised this way.
+initial weights, stems are adapted. Heads and stems are not guessed from names, but recognised by shapes that depend on
+the number of outputs and of channels. So any network that is built from these two numbers can be initialised this way.
 """
 
 import copy
@@ -29,9 +29,9 @@ class NamedTensor:
 
     tensor: Tensor
     names: list[str] = field(default_factory=list)
-    """In the network's ``state_dict``; empty if a hook puts another tensor there."""
+    """Names in the network's ``state_dict``; empty if a hook puts another tensor there."""
     parameter_names: list[str] = field(default_factory=list)
-    """In ``named_parameters``, usually the same; empty for a buffer."""
+    """Names in ``named_parameters``, usually the same; empty for a buffer."""
 
 
 def list_tensors(network: nn.Module) -> list[NamedTensor]:
@@ -46,7 +46,7 @@ def list_tensors(network: nn.Module) -> list[NamedTensor]:
     parameters = dict(network.named_parameters(remove_duplicate=False))
     found: dict[int, NamedTensor] = {}
     for name, value in network.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):  # a hook of the network may put a copy of a parameter under its name
+        if isinstance(value, Tensor):  # a hook of the network may store a copy of a parameter under its name
             tensor = parameters.get(name, value)
             found.setdefault(id(tensor), NamedTensor(tensor)).names.append(name)
     for name, parameter in parameters.items():
@@ -57,14 +57,14 @@ def list_tensors(network: nn.Module) -> list[NamedTensor]:
 def resolve_weights(
     network: nn.Module, values: Mapping[str, Any], average: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return weights in which all names of each of the network's tensors have one value.
+    """Return weights with the same value under all names of each tensor of the network.
 
     Parameters
     ----------
     network : nn.Module
         The network that the weights are for. It does not change.
     values : mapping
-        A ``state_dict``, of this network or another one. Names that the network does not have stay as they are.
+        A ``state_dict`` of this network or another one. Names that the network does not have stay unchanged.
     average : mapping, optional
         Averages of parameters, each under one of its names. They replace the values. Buffers have no average.
 
@@ -82,8 +82,8 @@ def resolve_weights(
             if (value is None) != (averaged is None):
                 what = "no average" if averaged is None else "only an average"
                 raise CheckpointError(
-                    f"the weights hold {what} of the parameter {one.parameter_names[0]}; the network that was trained "
-                    "had another name for it, or a buffer instead. Build the network as it was trained"
+                    f"the weights have {what} of the parameter {one.parameter_names[0]}; in the trained network, it "
+                    "had another name or was a buffer. Build the network as it was trained"
                 )
             value = averaged
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -110,7 +110,7 @@ def load_weights(network: nn.Module, values: Mapping[str, Any], average: Mapping
 
 
 def copy_parameters(network: nn.Module, values: Mapping[str, Any]) -> None:
-    """Copy the values of parameters again: a buffer that is a view of a parameter may have overwritten some."""
+    """Copy the values of parameters again, since a buffer that is a view of a parameter may have overwritten some."""
     with torch.no_grad():
         for one in list_tensors(network):
             if one.parameter_names and one.names:
@@ -118,7 +118,7 @@ def copy_parameters(network: nn.Module, values: Mapping[str, Any]) -> None:
 
 
 def strip_prefixes(values: Mapping[str, Any], known: Iterable[str]) -> Mapping[str, Any]:
-    """Return weights without the prefixes that all names share, if more of the bare names are ``known``.
+    """Return weights without the prefixes that all names share, if more names are then ``known``.
 
     Examples
     --------
@@ -136,7 +136,7 @@ def strip_prefixes(values: Mapping[str, Any], known: Iterable[str]) -> Mapping[s
 
 
 def get_tensor(values: Mapping[str, Any], names: Iterable[str], tensor: Tensor) -> Any:
-    """Return the value of a network's tensor from its names in ``values``; None if no name is there.
+    """Return the value of a network's tensor under any of its names in ``values``; None if there is none.
 
     Raises
     ------
@@ -150,27 +150,27 @@ def get_tensor(values: Mapping[str, Any], names: Iterable[str], tensor: Tensor) 
     for name in given[1:]:
         if not _are_equal(values[given[0]], values[name]):
             raise CheckpointError(
-                f"{given[0]} and {name} are two names of one tensor of the network, but the weights hold different "
-                "values for them. Save them again from the network that was trained: volseg export, or "
+                f"{given[0]} and {name} are two names of one tensor of the network, but the weights have different "
+                "values for them. Save the weights again from the trained network: volseg export, or "
                 "torch.save(network.state_dict(), FILE)"
             )
     return values[given[0]] if given else None
 
 
 def _require_kind(name: str, value: Tensor, tensor: Tensor) -> None:
-    """Raise if torch cannot copy a value into the network's tensor, or would lose a part of the value."""
+    """Raise if torch cannot copy a value into the network's tensor, or would discard part of the value."""
     form = "quantised" if value.is_quantized else "without values" if value.is_meta else str(value.layout)
     is_dense = form == str(torch.strided) and not value.is_nested
     if is_dense and value.shape != tensor.shape and value.nbytes > value.untyped_storage().nbytes():
-        is_dense, form = False, f"expanded to {value.nbytes} bytes"  # a copy would need them
+        is_dense, form = False, f"expanded to {value.nbytes} bytes"  # a copy would need as many bytes
     has_fraction, needs_fraction = (one.is_floating_point() or one.is_complex() for one in (value, tensor))
     if is_dense and has_fraction >= needs_fraction and value.is_complex() <= tensor.is_complex():
         return
     kinds = [str(one.dtype).removeprefix("torch.") for one in (value, tensor)]
     raise CheckpointError(
-        f"{name} holds {kinds[0]}{'' if is_dense else f' ({form})'}, but the network needs {kinds[1]}. Save dense "
-        "floating-point weights: convert a sparse tensor by to_dense(), and take the weights of a quantised network "
-        "from before its quantisation"
+        f"{name} is {kinds[0]}{'' if is_dense else f' ({form})'}, but the network needs {kinds[1]}. Save dense "
+        "floating-point weights: convert sparse tensors with to_dense(), and save a quantised network before its "
+        "quantisation"
     )
 
 
@@ -184,25 +184,25 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 Dims = Mapping[str, frozenset[int]]
-"""Names of tensors, with the dims whose size follows a number."""
+"""Names of tensors, with the dims whose size depends on a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightTransfer:
-    """What happened to each tensor of a network that was initialised with other weights."""
+    """Outcome for each tensor of a network that was initialised with other weights."""
 
     taken: tuple[str, ...]
-    """Copied unchanged."""
+    """Tensors copied unchanged."""
     adapted: tuple[str, ...]
     """First convolutions, adapted to another number of channels."""
     new: tuple[str, ...]
-    """Tensors that keep their initial values: heads, and without ``strict`` all that did not fit."""
+    """Tensors that keep their initial values: heads, and without ``strict`` all tensors that did not fit."""
     left: tuple[str, ...]
     """Weights without a tensor in the network."""
 
 
 def trace_dependent_dims(build: Callable[[int], nn.Module], number: int) -> Dims:
-    """Return the tensors whose shapes follow a number, by building the network with another number.
+    """Return the tensors with shapes that depend on a number, by building the network with another number.
 
     Parameters
     ----------
@@ -222,7 +222,7 @@ def trace_dependent_dims(build: Callable[[int], nn.Module], number: int) -> Dims
             continue
         try:
             others = _shapes_of(build(other))
-        except Exception:  # noqa: S112 - a network may take certain numbers only, and say so by any error
+        except Exception:  # noqa: S112 - a network may accept only some numbers, and raise any error
             continue
         return {
             name: frozenset(dim for dim in range(len(shape)) if shape[dim] != others[name][dim])
@@ -230,8 +230,8 @@ def trace_dependent_dims(build: Callable[[int], nn.Module], number: int) -> Dims
             if name in others and len(others[name]) == len(shape) and others[name] != shape
         }
     raise CheckpointError(
-        f"which weights follow the number {number} of channels or labels cannot be found, as the network is built with "
-        "no other; set training.start_strict to false"
+        f"the weights that depend on the number of channels or labels ({number}) cannot be found, since the network "
+        "cannot be built with another number; set training.start_strict to false"
     )
 
 
@@ -247,21 +247,21 @@ def transfer_weights(
 ) -> WeightTransfer:
     """Initialise ``network`` with ``weights``, in place.
 
-    A first convolution for other channels gets the mean of its weights over the old channels, times the ratio of the
-    old to the new number: an image with equal channels keeps its output.
+    A first convolution for another number of channels gets the mean of its weights over the old channels, times the
+    ratio of the old to the new number: the output for an image with equal channels stays the same.
 
     Parameters
     ----------
     network : nn.Module
         Newly initialised network.
     weights, average : mapping
-        A ``state_dict``, and the averages of its parameters, if there are any; see `resolve_weights`.
+        A ``state_dict``, and the averages of its parameters, if any; see `resolve_weights`.
     stems, heads : mapping
-        Tensors that follow the number of channels, and of outputs; see `trace_dependent_dims`.
+        Tensors that depend on the number of channels, and of outputs; see `trace_dependent_dims`.
     renew_heads : bool
-        Keep the initial heads even if the weights fit, because the labels have another meaning.
+        Keep the initial heads even if the weights fit, since the labels have another meaning.
     strict : bool
-        Refuse weights if other tensors are missing, left over, or of another shape.
+        Refuse weights if other tensors are missing, unused, or of another shape.
 
     Raises
     ------
@@ -273,7 +273,7 @@ def transfer_weights(
     values: dict[str, Any] = {}
     for name, tensor in state.items():
         value = weights.get(name)
-        if not isinstance(tensor, Tensor):  # other values in a network's state
+        if not isinstance(tensor, Tensor):  # another value in a network's state
             if name in weights:
                 taken.append(name)
                 values[name] = value
@@ -297,9 +297,9 @@ def transfer_weights(
         else:
             new.append(name)
             if differ is None or not differ <= stems.get(name, frozenset()):
-                faults.append(f"{name} is {_sides(value)}, the network's is {_sides(tensor)}")
+                faults.append(f"{name} is {_sides(value)}, but {_sides(tensor)} in the network")
     left = sorted(weights.keys() - state.keys())
-    faults += [f"{name} has no place in the network" for name in left]
+    faults += [f"{name} is not in the network" for name in left]
     _require_enough(faults if strict else [], values)
     state.update(values)
     network.load_state_dict(state)
@@ -312,15 +312,13 @@ def _require_enough(faults: Sequence[str], values: Mapping[str, Any]) -> None:
         more = f", and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise CheckpointError(
             f"the weights are not of this network: {'; '.join(faults[:5])}{more}. Name the network that they were "
-            "trained with, or set training.start_strict to false to begin with those that fit"
+            "trained with, or set training.start_strict to false to use only those that fit"
         )
     if not values:
-        raise CheckpointError("none of the weights fits this network; name the network that they were trained with")
+        raise CheckpointError("none of the weights fit this network; name the network that they were trained with")
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     if odd := [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]:
-        raise CheckpointError(
-            f"the weights hold values that are not finite, first in {odd[0]}; take another checkpoint"
-        )
+        raise CheckpointError(f"the weights have values that are not finite, first in {odd[0]}; use another checkpoint")
 
 
 def _shapes_of(network: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Define a grid of voxels and the map that places it in the patient, and compute its voxel sides after preprocessing.
+"""Define a grid of voxels with its place in the patient, and compute its voxel sides after preprocessing.
 
 The way back to the image's original grid needs only the affines of the two grids. MONAI's ``Invertd`` would invert its
 trace instead. It compares ``id(self)``, so the prediction depends on the same transform objects that preprocessed the
@@ -23,7 +23,7 @@ ANISOTROPY = 3.0
 """Ratio to the finest spacing above which an axis has thick slices; nnU-Net's number."""
 
 TIE = 1e-4
-"""Voxels within which two planes are equally near. The later one is taken, whatever float32 made of the affines."""
+"""Difference in voxels up to which two planes are equally near. The later plane is used, however float32 rounds."""
 
 MISPLACED_VOXELS = 0.1
 """Largest distance between corner voxels of two grids that count as equal, in voxels (shortest side).
@@ -49,15 +49,15 @@ class Grid:
 
     @classmethod
     def of(cls, volume: MetaTensor) -> "Grid":
-        """Return the present grid of ``volume`` ``(C, D, H, W)``."""
+        """Return the current grid of ``volume`` ``(C, D, H, W)``."""
         return cls._from(volume.shape[-3:], volume.affine)
 
     @classmethod
     def original(cls, volume: MetaTensor) -> "Grid":
         """Return the grid that ``volume`` had in its file, before preprocessing.
 
-        ``meta["spatial_shape"]`` and ``meta["original_affine"]`` hold it, as in MONAI's readers; a volume without them
-        has not been preprocessed.
+        MONAI's readers also store it in ``meta["spatial_shape"]`` and ``meta["original_affine"]``; a volume without
+        these has not been preprocessed.
         """
         shape = volume.meta.get("spatial_shape", volume.shape[-3:])
         return cls._from(shape, volume.meta.get("original_affine", volume.affine))
@@ -68,8 +68,8 @@ class Grid:
         matrix = torch.as_tensor(np.asarray(affine), dtype=torch.float64)
         if matrix.shape != (4, 4) or not matrix.isfinite().all() or matrix[:3, :3].det() == 0:
             raise GridError(
-                f"a volume needs a finite, invertible 4 x 4 affine (voxel to mm), got {matrix.tolist()}; "
-                "repair the header of the file"
+                f"a volume needs a finite, invertible 4 x 4 affine (voxel to mm), got {matrix.tolist()}; correct the "
+                "header of the file"
             )
         return cls((depth, height, width), matrix)
 
@@ -78,7 +78,7 @@ class Grid:
         return torch.linalg.solve(other.affine, self.affine)
 
     def crop(self, start: Sequence[int], shape: Sequence[int]) -> "Grid":
-        """Return the grid of ``shape`` voxels from voxel ``start`` on; no voxel moves in the patient."""
+        """Return the grid of ``shape`` voxels that begins at voxel ``start``; no voxel moves in the patient."""
         shift = torch.eye(4, dtype=torch.float64)
         shift[:3, 3] = torch.tensor(start)
         return self._from(shape, self.affine @ shift)
@@ -103,9 +103,9 @@ class Grid:
         """
         if self.find_axis_order(other) is not None:
             return (
-                f"lies in the same place as its {name}, and stores its voxels in another axis order ({other.axes}, the "
-                f"{name} {self.axes}); reorder its voxels, for instance by `volseg data check --fix`, and never by "
-                "copying the affine"
+                f"is in the same place as its {name}, but stores its voxels in another axis order ({other.axes}, the "
+                f"{name} {self.axes}); reorder its voxels, for example with `volseg data check --fix`, but do not copy "
+                "the affine"
             )
         if self.shape != other.shape:
             return f"has the shape {other.shape}, but its {name} has {self.shape}; resample it onto the {name}'s grid"
@@ -113,8 +113,8 @@ class Grid:
         if (apart := self.distance(other)) <= allowed:
             return None
         return (
-            f"lies up to {apart:.3g} mm away from its {name} (at most {allowed:.3g} mm, {MISPLACED_VOXELS:g} voxel); "
-            f"copy the {name}'s affine if the voxels correspond, else resample"
+            f"is up to {apart:.3g} mm away from its {name} (allowed: {allowed:.3g} mm, {MISPLACED_VOXELS:g} voxel); "
+            f"copy the {name}'s affine if the voxels correspond, else resample it"
         )
 
     @property
@@ -161,7 +161,7 @@ class Grid:
 def find_coarse_axis(spacing: Sequence[float]) -> int | None:
     """Return the axis of thick slices, with more than three times the finest spacing, or None.
 
-    Two equally coarse axes give None, as in nnU-Net, since such a volume is fine along one axis only.
+    Two equally coarse axes give None, as in nnU-Net, since the volume is then fine along only one axis.
 
     Examples
     --------

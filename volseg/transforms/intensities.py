@@ -20,7 +20,7 @@ def _choose_channels(volume: Tensor, channels: Sequence[int] | None, field: str)
     """Return the channels to normalise; None means all."""
     chosen = list(range(len(volume)) if channels is None else channels)
     if absent := [channel for channel in chosen if not 0 <= channel < len(volume)]:
-        raise DataError(f"{field} has {len(volume)} channel(s) and no channel {absent[0]}; they count from 0")
+        raise DataError(f"{field} has {len(volume)} channel(s), but no channel {absent[0]} (numbers start at 0)")
     return chosen
 
 
@@ -62,7 +62,7 @@ class ClipZScore(MapTransform):
     lower, upper : float, optional
         Limits of the clipping in the image's unit (HU). nnU-Net: percentiles 0.5 and 99.5 of the data set's foreground.
     percentiles : (float, float), optional
-        Percentiles of each channel's voxels to clip at, in place of ``lower`` and ``upper``.
+        Percentiles of each channel's voxels to clip at, instead of ``lower`` and ``upper``.
     mean, std : float, optional
         Moments of the data set's foreground. None: each channel's own moments after clipping.
     channels : sequence of int, optional
@@ -83,11 +83,11 @@ class ClipZScore(MapTransform):
         super().__init__([field for field in fields if field not in LABEL_FIELDS])
         limits = lower is not None and upper is not None and lower < upper
         if limits == (percentiles is not None) or (percentiles and (lower, upper) != (None, None)):
-            raise ValueError("give lower < upper, or percentiles")
+            raise ValueError(f"needed: either lower < upper or percentiles, got {lower=}, {upper=}, {percentiles=}")
         if percentiles is not None and not (len(percentiles) == 2 and 0 <= percentiles[0] < percentiles[1] <= 100):
-            raise ValueError(f"percentiles must be two rising numbers in [0, 100], got {list(percentiles)}")
+            raise ValueError(f"percentiles must be two increasing numbers in [0, 100], got {list(percentiles)}")
         if (mean is None) != (std is None) or (std is not None and std <= 0):
-            raise ValueError(f"mean and a positive std go together, got mean={mean}, std={std}")
+            raise ValueError(f"mean needs a positive std, and std needs mean, got {mean=}, {std=}")
         self.lower, self.upper, self.percentiles = lower, upper, percentiles
         self.mean, self.std, self.channels = mean, std, channels
 
@@ -101,7 +101,7 @@ class ClipZScore(MapTransform):
         case = dict(data)
         for field in self.key_iterator(case):
             chosen = _choose_channels(case[field], self.channels, field)
-            voxels = case[field].as_tensor().to(torch.float32, copy=True)  # keeps the strides: the order of sums
+            voxels = case[field].as_tensor().to(torch.float32, copy=True)  # keeps the strides, and so the order of sums
             for number in chosen:
                 self._normalise(voxels[number])
             case[field] = MetaTensor(voxels.contiguous()).copy_meta_from(case[field])
@@ -115,7 +115,8 @@ class ClipZScore(MapTransform):
         if self.mean is not None and self.std is not None:
             mean, deviation = self.mean, self.std
             if channel.device.type != "cpu":
-                # A tensor, since a GPU divides by a number as a product with its reciprocal, which rounds differently.
+                # A tensor, since a GPU divides by a number by multiplying with its reciprocal, which rounds
+                # differently.
                 divisor = torch.full((), deviation, device=channel.device)
                 channel.clamp_(lower, upper).sub_(mean).div_(divisor)
                 return

@@ -2,7 +2,7 @@
 
 MONAI's dictionary transforms do the work. This module gives each a short name for the config, and passes the settings
 that keep image and label on one grid. It refuses a volume without an affine (MONAI assumes the identity, MONAI#8399),
-and an image and a label on different grids, since both would silently make the geometry wrong.
+and an image and a label on different grids, since both would silently lead to a wrong geometry.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,12 +51,12 @@ def build_preprocessing(
         If a component or parameter is unknown (names the nearest known ones), or the order cannot be inverted.
     """
     if not fields or fields[0] in LABEL_FIELDS:
-        raise ConfigError(f"preprocessing needs fields that begin with an image, got {list(fields)}")
+        raise ConfigError(f"preprocessing needs fields with an image first, got {list(fields)}")
     names = [component.get("name") for component in components]
     if "Pad" in names and (late := GEOMETRIC.intersection(names[names.index("Pad") + 1 :])):
-        raise ConfigError(f"Pad must follow {sorted(late)}: padding is taken off again before anything is inverted")
+        raise ConfigError(f"Pad must follow {sorted(late)}: padding is removed before they are inverted")
     if PREVIOUS_STAGE in names[:-1]:
-        raise ConfigError(f"{PREVIOUS_STAGE} must be the last step: its channels are not changed by another one")
+        raise ConfigError(f"{PREVIOUS_STAGE} must be the last step, since no other step may change its channels")
     steps = [_build_step(component, tuple(fields)) for component in components]
     preprocessing = Preprocessing([RememberGrid(fields), *steps, StoreVoxels(fields)])
     preprocessing.components = [dict(component) for component in components]
@@ -83,12 +83,12 @@ class CheckedStep:
     """
 
     def __init__(self, step: Callable[[Case], Case], name: str, fields: Sequence[str]) -> None:
-        self.func = step  # named as in functools.partial, where the search for the code's owner looks
+        self.func = step  # named as in functools.partial, so that the owner of the code is found
         self.name = name
         self.fields = fields
 
     def __call__(self, case: Case) -> Case:
-        """Return the case from the step.
+        """Return the case that the step returns.
 
         Raises
         ------
@@ -100,8 +100,8 @@ class CheckedStep:
             volume = made.get(field) if isinstance(made, Mapping) else None
             if not isinstance(volume, MetaTensor) or volume.ndim != 4 or "original_affine" not in volume.meta:
                 raise GridError(
-                    f"{self.name} must return a case whose {field} is a MetaTensor (C, D, H, W) with its meta data, "
-                    f"got a {type(volume).__name__} {tuple(getattr(volume, 'shape', ()))}; use copy_meta_from"
+                    f"{self.name} must return a case with a MetaTensor (C, D, H, W) and its metadata in {field}, got a "
+                    f"{type(volume).__name__} {tuple(getattr(volume, 'shape', ()))}; use copy_meta_from"
                 )
             grid, image = Grid.of(made[self.fields[0]]), self.fields[0]
             grid.require_same(Grid.of(volume), image, f"after {self.name} the {field}")
@@ -109,19 +109,19 @@ class CheckedStep:
 
 
 class Preprocessing:
-    """Apply transforms in sequence; an error names the case and the step.
+    """Apply transforms in sequence; errors name the case and the step.
 
     A case is ``{"case": str, "image": MetaTensor (C, D, H, W), "label": MetaTensor (1, D, H, W)}``. The result has a
     float32 image and an integer label (uint8 if it fits) on one grid. The voxels of the input are never modified.
 
-    Why not MONAI's ``Compose``: it turns every error into "RuntimeError: applying transform <object at 0x...>".
+    MONAI's ``Compose`` would turn every error into "RuntimeError: applying transform <object at 0x...>".
 
     Attributes
     ----------
     transforms : sequence of callable
         Steps from a case to a case.
     components : sequence of mapping or None
-        Components of `build_preprocessing`; None if it was built otherwise.
+        Components of `build_preprocessing`; None if it was built in another way.
     """
 
     components: Sequence[Mapping[str, Any]] | None = None
@@ -155,7 +155,7 @@ class Preprocessing:
                 case = step(case)
             except VolsegError as fault:
                 raise type(fault)(f"case {name}: {fault}") from fault
-            except torch.OutOfMemoryError:  # on a GPU: the CPU may have memory
+            except torch.OutOfMemoryError:  # on a GPU: the CPU may have enough memory
                 raise
             except (ValueError, RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError) as fault:
                 raise DataError(
@@ -191,7 +191,7 @@ class RememberGrid(MapTransform):
         case = dict(data)
         for field in (self.image, *(other for other in self.others if other not in LABEL_FIELDS)):
             if field not in case:
-                raise DataError(f"preprocessing needs the field {field!r}, the case has {sorted(case)}")
+                raise DataError(f"preprocessing needs the field {field!r}, but the case has {sorted(case)}")
         grid = _require_grid(case, self.image)
         for field in self.key_iterator(case):
             grid.require_same(_require_grid(case, field), self.image, field)
@@ -212,11 +212,11 @@ def _require_grid(case: Mapping[str, Any], field: str) -> Grid:
             "read it with Read, or wrap it as MetaTensor(voxels, affine=...)"
         )
     if volume.ndim != 4 or 0 in volume.shape:
-        raise GridError(f"{field} must have shape (C, D, H, W) with voxels in it, got {tuple(volume.shape)}")
+        raise GridError(f"{field} must have shape (C, D, H, W) and not be empty, got {tuple(volume.shape)}")
     if field in LABEL_FIELDS and volume.shape[0] != 1:
         raise GridError(f"{field} must be one map of label values (1, D, H, W), got {tuple(volume.shape)}")
     if volume.meta.get("space", "RAS") == "LPS":
-        raise GridError(f"the affine of {field} must map to RAS+, its meta says LPS; read it with Read")
+        raise GridError(f"the affine of {field} must map to RAS+, but its meta says LPS; read it with Read")
     return Grid.of(volume)
 
 
@@ -246,7 +246,7 @@ def choose_label_dtype(label: MetaTensor, field: str = "label") -> torch.dtype:
     voxels = label.as_tensor()
     if voxels.is_floating_point() and not torch.equal(voxels, voxels.round()):
         fraction = voxels[voxels != voxels.round()].flatten()[0].item()
-        raise DataError(f"{field} must hold whole numbers, got {fraction}; is it a probability map?")
+        raise DataError(f"{field} must contain whole numbers, got {fraction}; is it a probability map?")
     low, high = voxels.min().item(), voxels.max().item()
     return torch.uint8 if low >= 0 and high <= 255 else torch.int32
 
@@ -254,7 +254,7 @@ def choose_label_dtype(label: MetaTensor, field: str = "label") -> torch.dtype:
 def orientation(fields: Sequence[str], *, axcodes: str = "RAS") -> Orientationd:
     """Permute and flip the voxel axes to point to ``axcodes``; no voxel moves in the patient."""
     if sorted(axcodes.translate(str.maketrans("LPI", "RAS"))) != ["A", "R", "S"]:
-        raise ValueError(f"axcodes must name each body axis once, as RAS or LPI do, got {axcodes!r}")
+        raise ValueError(f"axcodes must contain each body axis once, like RAS or LPI, got {axcodes!r}")
     labels = (("L", "R"), ("P", "A"), ("I", "S"))  # affines here are always RAS+
     return Orientationd(fields, axcodes=axcodes, labels=labels, allow_missing_keys=True)
 
@@ -264,7 +264,7 @@ def crop_foreground(
 ) -> CropForegroundd:
     """Crop to the box of voxels that are not 0 in some channel, or exceed ``above``, plus ``margin`` voxels.
 
-    The box stays inside the image. Put this step before `ZScore`, which shifts the zero.
+    The box is clipped to the image. Put this step before `ZScore`, which shifts zero.
     """
     return CropForegroundd(
         fields,
@@ -278,7 +278,7 @@ def crop_foreground(
 
 @dataclass(frozen=True, slots=True)
 class Foreground:
-    """Select voxels that are not 0, or exceed ``above``. A class, since a loader process cannot receive a closure."""
+    """Select voxels that are not 0, or exceed ``above``. A class, since closures cannot be pickled."""
 
     above: float | None
 
@@ -287,23 +287,23 @@ class Foreground:
         found = image != 0 if self.above is None else image > self.above
         if not found.any():
             rule = "is not 0" if self.above is None else f"exceeds {self.above}"
-            raise GridError(f"CropForeground found no voxel that {rule}, so nothing would be left of the image")
+            raise GridError(f"CropForeground found no voxel that {rule}: the image would be empty; leave it out")
         return found
 
 
 class Pad(Padd):  # codespell:ignore padd
     """Pad with 0 on both ends: each side to at least ``size`` voxels, or up to a multiple of ``multiple``.
 
-    Only intensity steps may follow. ``meta["padding"]`` holds the voxels before and after each axis, so that a
-    prediction in the padding does not count for voxels that a crop removed. Put this step after the normalisation, so
-    that 0 is the mean. A network that needs a multiple pads by itself.
+    Only intensity steps may follow. ``meta["padding"]`` contains the number of voxels before and after each axis, so
+    that a prediction in the padding is not used for voxels that a crop removed. Put this step after the normalisation,
+    so that 0 is the mean. A network that needs a multiple pads by itself.
     """
 
     def __init__(
         self, fields: Sequence[str], *, size: Sequence[int] | None = None, multiple: int | Sequence[int] | None = None
     ) -> None:
         if (size is None) == (multiple is None):
-            raise ValueError("give size or multiple")
+            raise ValueError(f"needed: either size or multiple, got {size=}, {multiple=}")
         padder = DivisiblePad(multiple) if size is None else SpatialPad(size)
         super().__init__(fields, padder, allow_missing_keys=True)
 
@@ -320,13 +320,13 @@ class Pad(Padd):  # codespell:ignore padd
 class PreviousStage:
     """Append a mask per label of the field ``stage``, the previous stage's label map, to the image as channels.
 
-    Each voxel takes the nearest voxel of the label map, of equally near ones the last; voxels outside of the label map
-    are background.
+    Each voxel gets the label of the nearest voxel of the label map (the last of equally near ones), or background
+    outside the label map.
     """
 
     def __init__(self, fields: Sequence[str], *, labels: Sequence[int]) -> None:
         if not labels:
-            raise ValueError("labels must list a value of the label map or more, got none")
+            raise ValueError("labels must list at least one value of the label map, got none")
         self.image, self.labels = fields[0], tuple(labels)
 
     def __call__(self, data: Mapping[str, Any]) -> Case:
@@ -339,7 +339,7 @@ class PreviousStage:
         labels = stage.as_tensor()[0].contiguous()
         voxels = labels.new_zeros(image.shape[1:])
         h, w = (torch.arange(side, dtype=torch.float64) for side in image.shape[2:])
-        for d, plane in enumerate(voxels):  # not by axes: Spacing straightens a sheared image (a tilted gantry)
+        for d, plane in enumerate(voxels):  # not axis by axis: Spacing straightens a sheared image (a tilted gantry)
             index, inside = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
             for (by_d, by_h, by_w, shift), side in zip(to_stage, labels.shape, strict=True):
                 place = (by_d * d + by_h * h[:, None] + by_w * w + shift + TIE).round().long()

@@ -1,12 +1,13 @@
-"""Resample a case to a spacing as MONAI does, a few planes at a time, and within planes on request.
+"""Resample a case to a spacing as MONAI does, a few planes at a time; on request, interpolate only within planes.
 
-MONAI's ``Spacing`` computes the homogeneous float64 coordinates of all new voxels before it interpolates. A CT of
-512 x 512 x 160 takes gigabytes of fresh memory, and page faults take most of the time. A slab of a few planes stays in
-the cache; only the source's copy in float64 is whole, as ``grid_sample`` takes positions relative to the whole volume.
-The grid and the arithmetic are MONAI's, in the same order, so that a voxel halfway between two others rounds to the
-same one. No trace for ``Invertd`` is kept: the way back to the file's grid needs only the affines (see `grid`).
+MONAI's ``Spacing`` computes the homogeneous float64 coordinates of all new voxels before it interpolates. A CT of 512 x
+512 x 160 takes gigabytes of fresh memory, and page faults take most of the time. A slab of a few planes stays in the
+cache; only the float64 copy of the source is whole, since positions for ``grid_sample`` are relative to the whole
+volume. The grid and the arithmetic are MONAI's, in the same order, so that a voxel halfway between two others is
+rounded to the same one. No trace for ``Invertd`` is stored: the way back to the file's grid needs only the affines (see
+`grid`).
 
-A volume on a GPU is interpolated there, also in float64. A GPU rounds a product and a sum at once, so that a voxel in
+A volume on a GPU is interpolated there, also in float64. A GPU rounds a product and a sum together, so a voxel in
 float32 may differ in its last bit. Nearest voxels are selected on the CPU, since a GPU could select others.
 """
 
@@ -36,8 +37,8 @@ DEVICE_VOXELS = 1 << 23
 """New voxels at a time on a GPU; their coordinates temporarily take half a gigabyte."""
 
 RESAMPLING_BYTES = 24
-"""Bytes per new voxel that must be free: three coordinates in float64; each channel takes 8 more, and 8 per old voxel
-for a copy in float64. Slabs take less."""
+"""Bytes per new voxel that must be free: three coordinates in float64; each channel needs 8 more, and 8 per old voxel
+for a copy in float64. Slabs need less."""
 
 MOST_VOXELS = 2**31 - 1
 """Most voxels of a resampled volume, since torch's kernels count voxels in 32 bits."""
@@ -51,11 +52,11 @@ Sides = Sequence[float]
 class Spacing(MapTransform):
     """Resample to ``spacing`` (mm along D, H, W): images trilinearly, label maps to the nearest voxel.
 
-    An axis within 0.001 mm of its target is not resampled, so 1 mm data remain unchanged at a target of 1 mm. Beyond a
-    volume its border continues.
+    An axis within 0.001 mm of its target is not resampled, so 1 mm data remain unchanged at a target of 1 mm. Voxels
+    beyond a volume get the value at its border.
 
     ``thick_slices: nearest`` applies to a case with one axis more than three times coarser than the finest, before or
-    after resampling. It is resampled within its planes, and takes the nearest plane along that axis, since the mean of
+    after resampling. It is interpolated within its planes, with the nearest plane along that axis, since the mean of
     two thick slices shows an anatomy that neither has. This is nnU-Net's rule.
     """
 
@@ -84,7 +85,8 @@ class Spacing(MapTransform):
             mode = "nearest" if field in LABEL_FIELDS else "bilinear"
             if thick is not None:
                 within = list(target)
-                # Between planes, not along the axis: a tilted gantry's is oblique, and would mix planes.
+                # Distance between planes, not along the axis: the axis of a tilted gantry is oblique, and would mix
+                # planes.
                 within[thick] = 1 / float(torch.linalg.inv(case[field].affine.double())[thick, :3].norm())
                 case[field] = _resample(case[field], within, mode, field)
                 mode = "nearest"
@@ -100,7 +102,7 @@ class Spacing(MapTransform):
 
 
 def _resample(volume: MetaTensor, target: Sides, mode: str, field: str) -> MetaTensor:
-    """Return ``volume`` ``(C, D, H, W)`` in float32 at the spacing, on the grid that MONAI's ``Spacing`` gives it."""
+    """Return ``volume`` ``(C, D, H, W)`` in float32 at the spacing, on the grid that MONAI's ``Spacing`` computes."""
     grid = Grid.of(volume)
     before = grid.affine.numpy()
     sides = np.linalg.norm(before[:3, :3], axis=0)

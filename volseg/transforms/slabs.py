@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 ALONE_VOXELS = 2**22
-"""Volumes up to this size run in one thread: they take little time, and mostly other cases run in parallel."""
+"""Voxels up to which a volume is processed in one thread: it takes little time, and other cases run in parallel."""
 
 MOST_THREADS = 8
 

@@ -1,8 +1,8 @@
-"""Walk through the elements of a DICOM file and compare the length of each with the rest of the file.
+"""Walk through the elements of a DICOM file, and check the length of each against the rest of the file.
 
-GDCM allocates the length that an element claims, up to 4 GiB, before it looks for the bytes. It also takes the geometry
+GDCM allocates the length that an element claims, up to 4 GiB, before it looks for the bytes. It also reads the geometry
 and the rescaling of a whole series, or of all frames of a file, from one place. So this module reads headers, and GDCM
-gets only compressed pixels. `TAGS` are the elements that volseg reads, by their names in the standard.
+decompresses only pixels. `TAGS` are the elements that volseg reads, by their names in the standard.
 """
 
 import math
@@ -21,7 +21,7 @@ Tag = tuple[int, int]
 
 UNDEFINED = 0xFFFFFFFF
 LONG_LENGTHS = (b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV")
-"""Value representations whose length has four bytes, after two that are reserved."""
+"""Value representations with a length of four bytes, after two reserved bytes."""
 
 KINDS = {*LONG_LENGTHS, *b"AE AS AT CS DA DS DT FD FL IS LO LT PN SH SL SS ST TM UI UL US".split()}
 ITEM, ITEM_END, SEQUENCE_END = (0xFFFE, 0xE000), (0xFFFE, 0xE00D), (0xFFFE, 0xE0DD)
@@ -75,7 +75,7 @@ class Pixels(NamedTuple):
     begin: int
     end: int
     is_encapsulated: bool
-    """The element has no length of its own: its items hold a compressed stream."""
+    """Whether the element has no length and its items contain a compressed stream."""
 
 
 class Header(NamedTuple):
@@ -97,12 +97,12 @@ def is_dicom(path: Path) -> bool:
 def read_header(path: Path, tags: Collection[Tag], *, to_end: bool = True) -> Header | None:
     """Return the elements among ``tags``, including those inside sequences among ``tags``, or None if it is not DICOM.
 
-    Walks through every element of the file, unless ``to_end`` is off: then up to the last of the tags.
+    The walk covers every element of the file; without ``to_end``, it stops after the last of the tags.
 
     Raises
     ------
     ReaderError
-        If a passed element is longer than the rest of the file, or occurs twice in one place with two values.
+        If an element is longer than the rest of the file, or occurs twice in one place with two values.
     """
     if require_regular(path) == 0:
         return None
@@ -110,7 +110,7 @@ def read_header(path: Path, tags: Collection[Tag], *, to_end: bool = True) -> He
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         has_preamble = content[128:132] == b"DICM"
         if not has_preamble and content[:2] not in (b"\x02\x00", b"\x08\x00"):
-            return None  # GDCM ignores a file without the preamble and without the beginning of a data set
+            return None  # GDCM ignores a file without a preamble that does not begin like a data set
         information = Item()
         begin = 132 if has_preamble else 0
         of_information = _Walk(content, path, is_implicit=False, wanted={SYNTAX})
@@ -122,7 +122,7 @@ def read_header(path: Path, tags: Collection[Tag], *, to_end: bool = True) -> He
             raise damaged(path, "it has no TransferSyntaxUID")
         if syntax in (DEFLATED, BIG_ENDIAN):
             raise ReaderError(
-                f"{path} is deflated or big-endian DICOM, which is not read; convert it to another transfer syntax"
+                f"{path} is deflated or big-endian DICOM, which is not supported; convert it to another transfer syntax"
             )
         # Some writers declare implicit and write explicit. A bare data set has no file information: it is
         # little-endian, and each element shows whether it is implicit.
@@ -135,7 +135,7 @@ def read_header(path: Path, tags: Collection[Tag], *, to_end: bool = True) -> He
 def damaged(path: Path, what: str = "") -> ReaderError:
     """Return the error of a file that is not a readable DICOM."""
     reason = f" ({what})" if what else ""
-    return ReaderError(f"{path} is not a readable DICOM file; fetch it again or take it out of the series{reason}")
+    return ReaderError(f"{path} is not a readable DICOM file; fetch it again or remove it from the series{reason}")
 
 
 class _Head(NamedTuple):
@@ -143,39 +143,39 @@ class _Head(NamedTuple):
 
     tag: Tag
     kind: bytes
-    """Value representation; b"" if the element names none."""
+    """Value representation; b"" if the element has none."""
     value: int
     length: int
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """Steps from element to element; each returns the first byte after the passed part."""
+    """Walk from element to element; each step returns the first byte after the passed part."""
 
     content: mmap.mmap
     path: Path
     is_implicit: bool
-    """Whether no element names its value representation; else only elements without a valid one count as implicit."""
+    """Whether elements have no value representation; else only those without a valid one are read as implicit."""
     wanted: Set[Tag] = frozenset()
-    """Tags to keep, if `into` is given."""
+    """Tags to keep in ``into``."""
     pixels: list[Pixels] = field(default_factory=list)
     """``PixelData`` of the file itself, once it has been passed."""
 
     def pass_elements(
         self, begin: int, end: int, depth: int, closing: Tag | None = None, into: Item | None = None, last: Tag = LAST
     ) -> int:
-        """Pass elements up to ``end``, to their closing tag, or before the first one behind ``last``."""
+        """Pass elements up to ``end``, to their closing tag, or to the first tag greater than ``last``."""
         while begin + 8 <= end:
             tag = self._tag(begin)
             if tag == closing:
                 return begin + 8
-            if tag == (0, 0) or tag > last:  # the first is padding
+            if tag == (0, 0) or tag > last:  # (0, 0) is padding
                 break
             begin = self.pass_element(begin, end, depth, into)
         return end
 
     def _read_head(self, begin: int) -> _Head:
-        """Return tag, kind, first byte of the value, and claimed length."""
+        """Return the head of the element that begins at ``begin``."""
         tag, kind = self._tag(begin), self.content[begin + 4 : begin + 6]
         if self.is_implicit or kind not in KINDS:
             return _Head(tag, b"", begin + 8, self._number(begin + 4, 4))
@@ -199,13 +199,13 @@ class _Walk:
                 self._keep(into, tag, self.content[value:after])
         if tag == PIXELS and depth == 0:
             if self.pixels:
-                raise damaged(self.path, "it holds PixelData twice")
+                raise damaged(self.path, "it has PixelData twice")
             self.pixels.append(Pixels(value, after, length == UNDEFINED))
         return after
 
     def _pass_items(self, owner: Tag, begin: int, end: int, depth: int, into: Item | None = None) -> int:
         if depth > DEEPEST:
-            raise damaged(self.path, f"its elements are nested over {DEEPEST} deep")
+            raise damaged(self.path, f"its elements are nested more than {DEEPEST} levels deep")
         items: list[Item] = []
         if into is not None:
             self._keep(into, owner, items)
@@ -240,7 +240,7 @@ class _Walk:
     def _require(self, tag: Tag, length: int, begin: int, end: int) -> None:
         if length > end - begin:
             element = f"element ({tag[0]:04x},{tag[1]:04x})"
-            raise damaged(self.path, f"{element} claims {length} bytes, {max(0, end - begin)} are left")
+            raise damaged(self.path, f"{element} claims {length} bytes, but {max(0, end - begin)} are left")
 
 
 TAGS: Mapping[str, Tag] = {

@@ -1,8 +1,8 @@
-"""The images of a DICOM file: its only slice, or its frames, with the place and the storage of each.
+"""Describe the images of a DICOM file, its only slice or its frames: the place and the storage of each.
 
 Position, orientation, pixel spacing and rescaling come from the tags of each slice or frame. An enhanced file keeps
 them in functional groups, per frame or shared by all frames; `volseg.data.dicom.volumes` compares the images. Frames
-without a position of their own are refused, and so are values that are not a linear function of the stored ones.
+without their own position are refused, like values that are not a linear function of the stored values.
 """
 
 import re
@@ -36,12 +36,12 @@ class Stored:
     allocated: int
     """Bits of a voxel: 8, 16 or 32."""
     bits: int
-    """Number of the lowest of these bits, which hold the value."""
+    """Number of the lowest of these bits, which contain the value."""
     is_signed: bool
     overlays: int
-    """Mask of the bits that hold overlays, not values."""
+    """Mask of the bits that contain overlays, not values."""
     pixels: Pixels
-    """Their place in the file."""
+    """Position of the voxels in the file."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -64,7 +64,7 @@ def describe_stored(header: Header) -> Stored:
     """
     if header.pixels is None:
         raise ReaderError(
-            f"{header.path} holds no PixelData: it is not an image, or volseg does not read its float voxels; "
+            f"{header.path} has no PixelData: it is not an image, or has float voxels, which volseg does not read; "
             "convert it to NIfTI"
         )
     _require_grey(header)
@@ -85,30 +85,30 @@ def describe_stored(header: Header) -> Stored:
     if stored.allocated not in (8, 16, 32) or not 0 < stored.bits <= stored.allocated or high_bit != stored.bits - 1:
         raise ReaderError(
             f"{header.path} stores {stored.bits} of {stored.allocated} bits per voxel, up to bit {high_bit}; needed: "
-            "the lowest bits of 8, 16 or 32. Convert the series to NIfTI"
+            "the lowest of 8, 16 or 32 bits. Convert the series to NIfTI"
         )
     if stored.voxels == 0:
         raise ReaderError(
-            f"{header.path} has {stored.rows} rows of {stored.columns} voxels; it is damaged, or no image"
+            f"{header.path} has {stored.rows} rows of {stored.columns} voxels; it is damaged or not an image"
         )
     return stored
 
 
 def _require_grey(header: Header) -> None:
-    """Raise unless a voxel is one number, and slope and intercept give its value."""
+    """Raise unless a voxel is one number, scaled only by slope and intercept."""
     top, path = header.top, header.path
     photometric, kind = top.text(TAGS["PhotometricInterpretation"]), top.text(TAGS["SegmentationType"])
     samples = _read_count(header, "SamplesPerPixel", default=1)
     faults = {
-        "is a Siemens mosaic: one image, whose tiles are the slices of a volume. Convert the series to NIfTI, for "
-        "example by dcm2niix": "MOSAIC" in top.text(TAGS["ImageType"]).split("\\"),
-        f"holds {photometric or 'values of an unknown kind'} with {samples} sample(s) per pixel; a volume needs grey "
-        "values, higher ones brighter (PhotometricInterpretation MONOCHROME2). Convert the series, or leave it out": (
+        "is a Siemens mosaic: one image with the slices of a volume as tiles. Convert the series to NIfTI, for example "
+        "with dcm2niix": "MOSAIC" in top.text(TAGS["ImageType"]).split("\\"),
+        f"contains {photometric or 'values of an unknown kind'} with {samples} sample(s) per pixel; needed: one grey "
+        "value, brighter if higher (PhotometricInterpretation MONOCHROME2). Convert the series, or leave it out": (
             samples != 1 or photometric != "MONOCHROME2"
         ),
-        "maps its stored values by a table (ModalityLUTSequence), which is not read; convert the series by a program "
-        "that applies the table": bool(top.elements.get(TAGS["ModalityLUTSequence"])),
-        "is a dose (DoseGridScaling), which is not read; convert it to NIfTI": bool(top.value(TAGS["DoseGridScaling"])),
+        "maps its stored values with a table (ModalityLUTSequence), which is not supported; convert the series with a "
+        "program that applies the table": bool(top.elements.get(TAGS["ModalityLUTSequence"])),
+        "is a dose (DoseGridScaling), not an image; convert it to NIfTI": bool(top.value(TAGS["DoseGridScaling"])),
         f"is a {kind} DICOM segmentation; convert it to a label map, for example in NIfTI": kind
         in ("BINARY", "FRACTIONAL"),
     }
@@ -118,7 +118,7 @@ def _require_grey(header: Header) -> None:
 
 
 def _read_count(header: Header, keyword: str, default: int | None = None) -> int:
-    """Return a number of two bytes."""
+    """Return an element of two bytes as a number."""
     tag = TAGS[keyword]
     value = header.top.value(tag)
     if not value and default is not None:
@@ -126,7 +126,7 @@ def _read_count(header: Header, keyword: str, default: int | None = None) -> int
     if len(value) != 2:
         raise ReaderError(
             f"{header.path} needs a number of two bytes in DICOM tag ({tag[0]:04x},{tag[1]:04x}), {keyword}, "
-            f"but has {value[:8]!r}; it is damaged, or no image"
+            f"but has {value[:8]!r}; it is damaged or not an image"
         )
     return int.from_bytes(value, "little")
 
@@ -140,17 +140,17 @@ def _read_overlays(header: Header) -> int:
 def _count_frames(header: Header) -> int:
     text = header.top.text(TAGS["NumberOfFrames"]) or "1"
     if not re.fullmatch(r"\+?0*[1-9]\d{0,8}", text):
-        raise ReaderError(f"{header.path} has the NumberOfFrames {text[:40]!r}; needed: a number from 1 on")
+        raise ReaderError(f"{header.path} has the NumberOfFrames {text[:40]!r}; needed: a positive number")
     return int(text)
 
 
 LARGEST_SKEW = 0.01
-"""Largest difference of a direction's length from 1, and of two directions' product from 0: rounded cosines."""
+"""Largest difference of a direction's length from 1, and of two directions' product from 0, which allows rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """One image of a file: its place in the patient (mm, LPS), and how stored values become values."""
+    """One image of a file: its place in the patient (mm, LPS), and the scale of its stored values."""
 
     file: Path
     index: int
@@ -167,7 +167,7 @@ class Frame:
     slope: float
     intercept: float
     units: Mapping[str, str]
-    """Elements that give positions and values their meaning, by keyword."""
+    """Elements that define the meaning of positions and values, by keyword."""
 
     def __str__(self) -> str:
         return self.file.name if self.stored.frames == 1 else f"{self.file.name} (frame {self.index + 1})"
@@ -185,9 +185,8 @@ def list_frames(header: Header) -> list[Frame]:
     described, shared = (header.top.items(TAGS[f"{kind}FunctionalGroupsSequence"]) for kind in ("PerFrame", "Shared"))
     if len(described) != stored.frames and (described or stored.frames > 1):
         raise ReaderError(
-            f"{header.path} holds {stored.frames} frames, and its PerFrameFunctionalGroupsSequence has "
-            f"{len(described)} items; a volume needs the position of each frame. Convert the file to NIfTI by a tool "
-            "for its kind"
+            f"{header.path} has {stored.frames} frames, but its PerFrameFunctionalGroupsSequence has {len(described)} "
+            "items; a volume needs the position of each frame. Convert the file to NIfTI with a tool for its kind"
         )
     return [
         _Elements(header, stored, index, (*described[index : index + 1], *shared)).describe()
@@ -197,7 +196,7 @@ def list_frames(header: Header) -> list[Frame]:
 
 @dataclass(frozen=True)
 class _Elements:
-    """The elements of a frame: of its own functional groups, of shared groups, and of the top of its file."""
+    """The elements of a frame: from its own functional groups, from shared groups, and from the top of its file."""
 
     header: Header
     stored: Stored
@@ -216,14 +215,14 @@ class _Elements:
                 f"{self} has the ImageOrientationPatient {list(orientation)}; needed: two perpendicular directions of "
                 "length 1. Correct the header"
             )
-        at_detector = "and the ImagerPixelSpacing of the file is measured at the detector, not in the patient"
+        at_detector = "and the file's ImagerPixelSpacing is measured at the detector, not in the patient"
         why = at_detector if self.find("ImagerPixelSpacing") else "without it a voxel has no size"
         spacing = self.numbers("PixelSpacing", 2, why)
         if min(spacing) <= 0:
-            raise ReaderError(f"{self} has the PixelSpacing {list(spacing)} mm; needed: two numbers above 0")
+            raise ReaderError(f"{self} has the PixelSpacing {list(spacing)} mm; needed: two positive numbers")
         slope = self.scale("RescaleSlope", 1.0)
         if slope == 0:
-            raise ReaderError(f"{self} has a RescaleSlope of 0, so all its voxels would have one value")
+            raise ReaderError(f"{self} has a RescaleSlope of 0, so all voxels would be equal; correct it")
         return Frame(
             file=self.header.path,
             index=self.index,
@@ -244,7 +243,7 @@ class _Elements:
             for item in self.groups:
                 if (found := item.items(group)) and (value := found[0].value(tag)):
                     return value
-            if self.groups and keyword == "ImagePositionPatient":  # the file's own would apply to every frame
+            if self.groups and keyword == "ImagePositionPatient":  # the file's own position would apply to every frame
                 return b""
         return self.header.top.value(tag)
 
@@ -260,11 +259,11 @@ class _Elements:
         return found
 
     def scale(self, keyword: str, default: float) -> float:
-        """Return a number by which stored values become values."""
-        return self.numbers(keyword, 1, "by which stored values become values")[0] if self.find(keyword) else default
+        """Return a number that scales stored values."""
+        return self.numbers(keyword, 1, "which scales the stored values")[0] if self.find(keyword) else default
 
     def parse_slice_thickness(self) -> float | None:
-        """Return the extent of a slice along its normal, if a positive one is given."""
+        """Return the extent of a slice along its normal, if the header has a positive one."""
         for keyword in ("SpacingBetweenSlices", "SliceThickness"):
             found = parse_numbers(self.find(keyword))
             if found is not None and len(found) == 1 and found[0] > 0:

@@ -1,8 +1,8 @@
-"""Read label maps in DICOM, segmentations (SEG) and structure sets (RTSTRUCT), onto the voxels of their image.
+"""Read DICOM label maps, segmentations (SEG) and structure sets (RTSTRUCT), on the voxel grid of their image.
 
 Neither defines the voxels of its image: a segmentation may leave out empty slices, a structure set has contours in mm.
-Both are therefore read on the grid of the image. The names of segments decide the values of labels, as declared by the
-task, since numbers of segments differ between files. Undeclared segments are left out.
+Both are therefore read on the grid of the image. The task maps the names of segments to the values of labels, since the
+numbers of segments differ between files. Undeclared segments are left out.
 
 highdicom is optional (``pip install highdicom``), includes pydicom, and is imported when such a label is opened.
 """
@@ -30,21 +30,21 @@ SERIES_OF = {
     "SEG": ("ReferencedSeriesSequence",),
     "RTSTRUCT": ("ReferencedFrameOfReferenceSequence", "RTReferencedStudySequence", "RTReferencedSeriesSequence"),
 }
-"""Nested sequences that lead to the UID of the series."""
+"""Nested sequences that contain the UID of the series."""
 
 NAMED_IN = {
     "SEG": ("SegmentSequence", "SegmentNumber", "SegmentLabel"),
     "RTSTRUCT": ("StructureSetROISequence", "ROINumber", "ROIName"),
 }
-"""Sequence of the segments, and the elements with the number and the name of each."""
+"""Sequence of the segments, and the elements for the number and the name of each."""
 
 SEGMENT = "SegmentIdentificationSequence"
 
 PLACED_BY = ("PlanePositionSequence", "PlaneOrientationSequence", "PixelMeasuresSequence")
-"""Sequences that place a frame of a segmentation; a sequence of all frames is shared."""
+"""Sequences that place a frame of a segmentation; each is stored per frame or shared by all frames."""
 
 OTHERS = (".gz", ".nii", ".mha", ".mhd", ".nrrd", ".nhdr")
-"""Suffixes of other formats, whose files need not be opened."""
+"""Suffixes of other formats; files with these need not be opened."""
 
 CLOSED = ("CLOSED_PLANAR", "CLOSEDPLANAR_XOR")
 DECIMALS = 3
@@ -67,7 +67,7 @@ def import_highdicom() -> Any:
         import highdicom.seg
     except ImportError as fault:
         raise ConfigError(
-            f"a DICOM segmentation needs highdicom ({fault}); install it by: pip install highdicom"
+            f"a DICOM segmentation needs highdicom ({fault}); install it: pip install highdicom"
         ) from fault
     return highdicom
 
@@ -116,14 +116,14 @@ class DicomLabel:
         if (file := find_dicom_label(path)) is None:
             return None
         import_highdicom()
-        import pydicom  # highdicom brings it
+        import pydicom  # a dependency of highdicom
 
-        read_header(file, frozenset())  # refuses truncated files, which pydicom reads in part
+        read_header(file, frozenset())  # refuses truncated files, of which pydicom reads a part
         return cls(path=file, dataset=pydicom.dcmread(file))
 
     @property
     def series(self) -> str:
-        """UID of the segmented series; "" if the file names none."""
+        """UID of the segmented series; "" if the file has none."""
         item = self.dataset
         for keyword in SERIES_OF[self.dataset.Modality]:
             item = next(iter(item.get(keyword) or ()), {})
@@ -131,7 +131,7 @@ class DicomLabel:
 
     @property
     def names(self) -> dict[int, str]:
-        """Number of each segment to its name."""
+        """Name of each segment by its number."""
         sequence, number, name = NAMED_IN[self.dataset.Modality]
         return {int(item[number].value): str(item.get(name, "")) for item in self.dataset.get(sequence) or ()}
 
@@ -147,7 +147,7 @@ class DicomLabel:
         Raises
         ------
         ReaderError
-            If no segment has a declared name, two overlap in a task without regions, or one is not on the voxels.
+            If no segment has a declared name, two overlap in a task without regions, or one is not on the image's grid.
         """
         path = self.path
         require_memory(8 * int(np.prod(grid.shape)), path)
@@ -160,8 +160,8 @@ class DicomLabel:
         voxels = np.zeros(grid.shape, dtype=np.int32)
         if not any(_simplify(name) in numbers for name, _ in order):
             raise ReaderError(
-                f"{path} is a {self}, called {list_some(list(self.names.values()))}, and {task.name} declares "
-                f"{list_some([name for name, _ in order])}; call the labels in its dataset.json as the segments are"
+                f"{path} is a {self}, called {list_some(list(self.names.values()))}, but {task.name} declares "
+                f"{list_some([name for name, _ in order])}; use the segments' names as labels in its dataset.json"
             )
         read_voxels = self._read_segment if self.dataset.Modality == "SEG" else self._read_contours
         for name, value in order:
@@ -169,17 +169,17 @@ class DicomLabel:
                 there = voxels[place]
                 if not task.regions and (count := int(((there != 0) & (there != value)).sum())):
                     raise ReaderError(
-                        f"{path}: {name!r} overlaps another segment in {count} voxel(s), and a label map has one value "
-                        "in each; declare regions, which are painted in their order"
+                        f"{path}: {name!r} overlaps another segment in {count} voxel(s), but a label map has one value "
+                        "per voxel; declare regions, which are painted in their order"
                     )
                 voxels[place] = value
         return as_volume(voxels[None], grid.affine.numpy(), path, stored=voxels.dtype)
 
     @cached_property
     def _frames(self) -> list[tuple[int, int | None, np.ndarray]]:
-        """Number, segment (None in a LABELMAP) and affine of each frame, found once: a file has up to 10^5."""
+        """Number, segment (None in a LABELMAP) and affine of each frame, cached: a file has up to 10^5 frames."""
         hd, found = import_highdicom(), []
-        made = hd.seg.Segmentation.from_dataset(self.dataset, copy=False)  # the data set itself becomes one
+        made = hd.seg.Segmentation.from_dataset(self.dataset, copy=False)  # converts the data set in place
         shared = made.SharedFunctionalGroupsSequence[0]
         for frame, groups in enumerate(made.PerFrameFunctionalGroupsSequence, start=1):
             at, turn, sides = ((groups.get(name) or shared[name].value)[0] for name in PLACED_BY)
@@ -195,9 +195,9 @@ class DicomLabel:
         return found
 
     def _read_segment(self, number: int, grid: Grid) -> Iterator[Voxels]:
-        """Yield the voxels of a segment, frame by frame: highdicom makes no volume of a tilted gantry's."""
+        """Yield the voxels of a segment frame by frame, since highdicom cannot build the volume of a tilted gantry."""
         if self.dataset.SegmentationType == "FRACTIONAL":
-            raise ReaderError(f"{self.path} is a FRACTIONAL segmentation; convert it to a BINARY one")
+            raise ReaderError(f"{self.path} is a FRACTIONAL segmentation; convert it to BINARY")
         for frame, segment, to_mm in self._frames:
             if segment not in (number, None):
                 continue
@@ -208,11 +208,11 @@ class DicomLabel:
             apart, steps = float(np.abs(at - place).max(initial=0)), np.abs(to_grid[:, :2].round()).sum(0)
             if apart > MISPLACED_VOXELS or not (steps == 1).all():
                 raise ReaderError(
-                    f"{self.path} does not lie on its image's voxels: it is up to {apart:.2g} voxels away, at most "
+                    f"{self.path} is not on its image's grid: it is up to {apart:.2g} voxels away, at most "
                     f"{MISPLACED_VOXELS:g} are allowed; name the segmentation of this series, or resample it"
                 )
             if (place < 0).any() or (place >= np.array(grid.shape)[:, None]).any():
-                raise ReaderError(f"{self.path} has voxels outside of its image; name the label of this image")
+                raise ReaderError(f"{self.path} has voxels outside its image; name the label of this image")
             yield tuple(place)
 
     def _read_contours(self, number: int, grid: Grid) -> Iterator[Voxels]:
@@ -232,17 +232,17 @@ class DicomLabel:
     def _place_contour(self, numbers: np.ndarray, grid: Grid) -> tuple[int, int, np.ndarray]:
         """Return the axis across a contour, its plane along this axis, and its points ``(N, 2)`` there (voxels)."""
         if len(numbers) % 3 or len(numbers) < 9:
-            raise ReaderError(f"{self.path} has a contour without three points of three numbers; export it again")
+            raise ReaderError(f"{self.path} has a contour that is not three or more points (x, y, z); export it again")
         positions = lps_to_ras(np.concatenate([numbers.reshape(-1, 3).T, np.ones((1, len(numbers) // 3))]))
         points = np.linalg.solve(grid.affine.numpy(), positions)[:3].T
         planes = points.mean(axis=0).round()
         away = np.abs(points - planes).max(axis=0)
-        axis = int(away.argmin())  # not by extents: those of a contour without an area are zero along several axes
+        axis = int(away.argmin())  # not by extents: a contour without an area has no extent along several axes
         plane, apart = int(planes[axis]), float(away[axis])
         if apart > MISPLACED_VOXELS or not 0 <= plane < grid.shape[axis]:
             raise ReaderError(
-                f"{self.path} has a contour at {numbers[:3].tolist()} mm, {apart:.2g} voxels from plane {plane} of its "
-                f"image's {grid.shape[axis]} (at most {MISPLACED_VOXELS:g}); name the structure set of this series"
+                f"{self.path} has a contour at {numbers[:3].tolist()} mm, {apart:.2g} voxels from plane {plane} of "
+                f"{grid.shape[axis]} of its image (at most {MISPLACED_VOXELS:g}); name the structure set of this series"
             )
         return axis, plane, np.delete(points, axis, axis=1).round(DECIMALS)
 
@@ -252,10 +252,10 @@ def _simplify(name: str) -> str:
 
 
 def fill_contours(contours: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
-    """Return a mask of a plane's voxels with their centre inside closed contours, by the even-odd rule.
+    """Return a mask of the voxels of a plane with centres inside closed contours, by the even-odd rule.
 
-    A contour inside another is a hole. Where a contour crosses a row, all voxels from there on change sides. A centre
-    on a contour belongs to the side of larger indices.
+    A contour inside another is a hole. Where a contour crosses a row, all later voxels of the row change sides. A
+    centre on a contour belongs to the side of larger indices.
 
     Parameters
     ----------
@@ -288,7 +288,7 @@ SIDES = (((-1, 0), (0, 0), (0, 1)), ((0, 1), (0, 1), (1, 1)), ((1, 0), (1, 1), (
 
 
 def trace_contours(mask: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield closed contours ``(N, 2)`` along the sides of the voxels of a plane, which `fill_contours` inverts.
+    """Yield closed contours ``(N, 2)`` along the sides of the voxels of a plane; `fill_contours` restores the mask.
 
     The contours are half a voxel from all centres, so that rounding has no effect.
     """

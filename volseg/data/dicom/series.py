@@ -1,7 +1,7 @@
 """Find the DICOM series in and below a folder, their names, and the images among them.
 
 A series is represented by one of its files, the first: several series may share a folder, as in exports of a PACS.
-Headers identify scouts, structure sets, segmentations, reports and captured screens, which are left out unless
+Scouts, structure sets, segmentations, reports and screenshots are recognised by their headers, and left out unless
 requested.
 """
 
@@ -29,7 +29,7 @@ DERIVED = frozenset({"SEG", "RTSTRUCT", "RTDOSE", "RTPLAN", "RTIMAGE", "SR", "DO
 SCOUT = re.compile(r"\b(scout|locali[sz]er|topogram|surview|survey|scanogram)s?\b", re.IGNORECASE)
 UTF_8 = "ISO_IR 192"
 LONGEST_PART = 40
-"""Most letters of each part of a name."""
+"""Longest part of a name, in letters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class Series:
         return self.files[0].parent
 
     def __str__(self) -> str:
-        said = " ".join(part for part in (self.modality, repr(self.description) if self.description else "") if part)
-        return f"{self.uid} ({said or 'without description'}, {len(self.files)} file(s) in {self.folder})"
+        told = " ".join(part for part in (self.modality, repr(self.description) if self.description else "") if part)
+        return f"{self.uid} ({told or 'without description'}, {len(self.files)} file(s) in {self.folder})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def search_series(folder: Path) -> FoundSeries:
 
 
 def gather_series(files: Iterable[Path]) -> FoundSeries:
-    """Return the series of files; files that are not DICOM are skipped.
+    """Return the DICOM series among ``files``; other files are skipped.
 
     Raises
     ------
@@ -109,8 +109,8 @@ def gather_series(files: Iterable[Path]) -> FoundSeries:
     if torn := list_duplicates(uid for _, uid in headers):
         folders = [str(folder) for folder, uid in headers if uid == torn[0]]
         raise DataError(
-            f"series {torn[0]} lies in {len(folders)} folders, {list_some(folders)}; put its files into one, or name "
-            "one of these folders"
+            f"series {torn[0]} is spread over {len(folders)} folders, {list_some(folders)}; put its files into one, or "
+            "name one of these folders"
         )
     series = [_describe(uid, of) for (_, uid), of in headers.items()]
     return FoundSeries(
@@ -126,7 +126,7 @@ def choose_series(found: FoundSeries, wanted: Sequence[str], where: Path | str) 
     Raises
     ------
     DataError
-        If there is none; names the existing series.
+        If there is no such series; names the series found.
     """
     everything = (*found.images, *found.others)
     if wanted:
@@ -138,10 +138,10 @@ def choose_series(found: FoundSeries, wanted: Sequence[str], where: Path | str) 
     else:
         chosen = found.images
     if not chosen:
-        asked = f"no series is or is called {' or '.join(map(repr, wanted))}" if wanted else "no series is an image"
+        asked = f"no series matches {' or '.join(map(repr, wanted))}" if wanted else "no series is an image"
         told = [f"{series}{f': {series.left_out}' if series.left_out else ''}" for series in everything]
         raise DataError(
-            f"{where}: {asked}; there are {list_some(told, 10) or 'none'}. Choose by --series UID, or by a part of a "
+            f"{where}: {asked}; found: {list_some(told, 10) or 'none'}. Choose with --series UID, or a part of a "
             "description"
         )
     return chosen
@@ -150,7 +150,7 @@ def choose_series(found: FoundSeries, wanted: Sequence[str], where: Path | str) 
 def name_series(chosen: Sequence[Series]) -> dict[str, Series]:
     """Return each series under a valid file name: patient, date of the study, number and description.
 
-    Equal names get eight more digits, of the digest of the UID.
+    Equal names get a suffix: eight digits of a digest of the UID.
     """
     names = [_name(series) for series in chosen]
     doubled = set(list_duplicates(names))
@@ -192,7 +192,7 @@ def _classify(headers: Sequence[Item], modality: str, description: str) -> str:
     if modality in DERIVED:
         return f"derived from images ({modality})"
     if not has("Rows"):
-        return "no image"
+        return "not an image"
     if all("LOCALIZER" in header.text(TAGS["ImageType"]).split("\\") for header in headers):
         return "a localizer"
     if SCOUT.search(description):
@@ -214,29 +214,27 @@ def list_slices(path: Path) -> list[Path]:
     series, unread = _sort_by_series(folder, path)
     if path.is_dir():
         if not series:
-            raise ReaderError(
-                f"{folder} holds no readable DICOM series; name the folder that holds the slices themselves"
-            )
+            raise ReaderError(f"{folder} contains no readable DICOM series; name the folder with the slices")
         if len(series) > 1:
             found = "; ".join(
                 f"{uid or 'no SeriesInstanceUID'} ({len(files)} files, {files[0].name} ...)"
                 for uid, files in sorted(series.items())
             )
-            raise ReaderError(f"{folder} holds {len(series)} DICOM series: {found}; put each into a folder of its own")
+            raise ReaderError(f"{folder} contains {len(series)} DICOM series: {found}; put each into its own folder")
         [slices] = series.values()
     else:
         slices = next((files for uid, files in series.items() if uid and path in files), [])
         if not slices and path not in unread:
-            raise ReaderError(f"{path} names no DICOM series; name the folder that holds the slices themselves")
+            raise ReaderError(f"{path} is not a slice of a DICOM series; name the folder with the slices")
     if unread:  # it may belong to this series, which would silently lack a slice
         raise damaged(unread[0])
     return slices
 
 
 def _sort_by_series(folder: Path, path: Path) -> tuple[dict[str, list[Path]], list[Path]]:
-    """Return the image files of each series in a folder by UID, and the files that may belong to one.
+    """Return the image files of each series in a folder by UID, and the other files that may belong to a series.
 
-    If a folder was named, segmentations beside its images are left out.
+    If ``path`` is a folder, segmentations next to its images are left out.
     """
     series: dict[str, list[Path]] = defaultdict(list)
     labels: dict[str, list[Path]] = defaultdict(list)
@@ -249,7 +247,7 @@ def _sort_by_series(folder: Path, path: Path) -> tuple[dict[str, list[Path]], li
             unread += [file] if file.suffix.lower() == ".dcm" else []
             continue
         uid = found.top.text(TAGS["SeriesInstanceUID"])
-        # Elements that are out of order hide others from a read that ends early.
+        # If elements are out of order, a read that ends early may miss some.
         if TAGS["Rows"] in found.top.elements or require_header(file).pixels is not None:
             (labels if found.top.text(TAGS["Modality"]) == "SEG" else series)[uid].append(file)
         elif file.name.upper() != "DICOMDIR":
@@ -259,7 +257,7 @@ def _sort_by_series(folder: Path, path: Path) -> tuple[dict[str, list[Path]], li
 
 
 def require_header(file: Path) -> Header:
-    """Return the elements of a file that was DICOM when its folder was listed."""
+    """Return the header of a file that was DICOM when its folder was listed."""
     header = read_header(file, WANTED)
     if header is None:
         raise damaged(file)

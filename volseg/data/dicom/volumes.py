@@ -1,11 +1,12 @@
 """Read a DICOM series: the only series of a folder, or the series of a file.
 
 A series of single-slice files and a file of several frames are read in the same way. Headers become frames
-(`volseg.data.dicom.frames`), frames become a stack (`stack_frames`), and only then pixels are read, each with the
-rescaling of its own frame.
+(`volseg.data.dicom.frames`), and frames become a stack (`stack_frames`). Only then are pixels read, and rescaled by the
+values of their frame.
 
-Uncompressed pixels are read here. SimpleITK (GDCM) gets a compressed stream in a file of its own, without the other
-elements: from the whole file, GDCM would rescale all frames in one way, invert MONOCHROME1 and clip values to one type.
+Uncompressed pixels are read here. SimpleITK (GDCM) decompresses the others from a temporary file without the other
+elements: from the original file, GDCM would rescale all frames in one way, invert MONOCHROME1 and clip values to one
+type.
 """
 
 import math
@@ -28,8 +29,8 @@ from volseg.errors import DamagedFileError, ReaderError
 def read_dicom_series(path: Path) -> MetaTensor:
     """Read a series as ``(1, D, H, W)`` float32 with its RAS+ affine; D counts columns, H rows, W slices.
 
-    Slices are in the order of their places along the normal of their plane, rows to the right times columns downwards.
-    Values are ``RescaleSlope * stored + RescaleIntercept``, with each slice's own values.
+    Slices are in the order of their places along the normal of their plane: the cross product of the row and column
+    directions. Values are ``RescaleSlope * stored + RescaleIntercept``, with each slice's own values.
 
     Parameters
     ----------
@@ -55,7 +56,7 @@ def _read_voxels(headers: Sequence[Header], frames: Sequence[Frame]) -> np.ndarr
     places = {(frame.file, frame.index): place for place, frame in enumerate(frames)}
     by_file = {frame.file: frame.stored for frame in frames}
     shape = (len(frames), frames[0].stored.rows, frames[0].stored.columns)
-    # The volume twice, as read and in order, and the pixels of one file in GDCM's memory.
+    # The volume twice (as read, and reordered), and the pixels of one file in GDCM's memory.
     largest = max(stored.voxels * stored.allocated // 8 for stored in by_file.values())
     require_memory(8 * math.prod(shape) + 6 * largest, frames[0].file.parent)
     voxels = np.empty(shape, dtype=np.float32)
@@ -72,12 +73,12 @@ def _read_voxels(headers: Sequence[Header], frames: Sequence[Frame]) -> np.ndarr
 TOLERANCE = 0.05
 """Largest distance of a slice from its place in an even stack, as a fraction of the distance between slices.
 
-A missing slice moves another one by at least half that distance; the rounding of positions moves it far less.
+A missing slice moves another one by at least half that distance; rounded positions move it far less.
 """
 
 TURNED, STRETCHED = 1e-3, 5e-4
-"""Largest difference of direction cosines, and of PixelSpacing as a fraction, between slices. Both allow for
-rounding in a header, and move the end of 500 voxels by half a voxel at most."""
+"""Largest difference of direction cosines, and of PixelSpacing as a fraction, between slices. Both allow for rounding
+in a header, and move the end of 500 voxels by at most half a voxel."""
 
 SAME_PLACE = 0.01
 """Distance along the normal, as a fraction of the pixel spacing, up to which two slices share a place."""
@@ -86,7 +87,7 @@ SAME_PLACE = 0.01
 def stack_frames(frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray]:
     """Return the frames in the order of their places along the normal, and their affine, voxel index to RAS+ mm.
 
-    Voxel indices are column, row and place in the order. Each image is at the place of its own tags. ITK assumes an
+    Voxel indices are column, row and place in the order. The tags of each image determine its place. ITK assumes an
     even stack: a missing slice stretches the patient, and slices of a tilted gantry are straightened. This reader
     refuses slices that are not parallel, evenly spaced and of one size; the error describes the difference.
 
@@ -98,7 +99,7 @@ def stack_frames(frames: Sequence[Frame]) -> tuple[list[Frame], np.ndarray]:
     Raises
     ------
     ReaderError
-        If they differ in size, orientation, spacing or units, several share a place, or one is missing.
+        If they differ in size, orientation, spacing or units, share a place, or one is missing.
     """
     _require_alike(frames)
     directions = np.reshape(np.median([frame.orientation for frame in frames], axis=0), (2, 3))
@@ -128,19 +129,19 @@ def _require_alike(frames: Sequence[Frame]) -> None:
             usual = int(np.abs(values - np.median(values, axis=0)).max(axis=1).argmin())
             odd = int(np.abs(values - values[usual]).max(axis=1).argmax())
             raise ReaderError(
-                f"{folder}: {frames[odd]} has the {name} {list(rows[odd])}, {frames[usual]} has {list(rows[usual])}; a "
-                "volume needs parallel slices of one size and spacing. Take out localizers and the like, or put the "
-                "slices of each kind into a folder of their own"
+                f"{folder}: {frames[odd]} has the {name} {list(rows[odd])}, but {frames[usual]} has "
+                f"{list(rows[usual])}; a volume needs parallel slices of one size and spacing. Remove localizers and "
+                "the like, or put the slices of each kind into their own folder"
             )
     for name in sorted({name for frame in frames for name in frame.units}):
         firsts = {frame.units[name]: frame for frame in reversed(frames) if name in frame.units}
-        # Some anonymisers write a new frame of reference into each file.
+        # Some anonymisers write a new FrameOfReferenceUID into each file.
         is_new_each = name == "FrameOfReferenceUID" and 2 < len(firsts) == len({frame.file for frame in frames})
         if len(firsts) > 1 and not is_new_each:
             (one, by_one), (other, by_other) = sorted(firsts.items())[:2]
             raise ReaderError(
-                f"{folder}: {by_one} has the {name} {one!r} and {by_other} has {other!r}; a volume needs one. Put the "
-                "slices of each into a folder of their own, or give all of them one if they are of one scan"
+                f"{folder}: {by_one} has the {name} {one!r}, but {by_other} has {other!r}; a volume needs one. Put the "
+                "slices of each into their own folder, or set the same for all if they are of one scan"
             )
 
 
@@ -160,9 +161,9 @@ def _measure_step(frames: Sequence[Frame], along: np.ndarray, normal: np.ndarray
         first = int(apart.argmin())
         one, other = frames[first : first + 2]
         raise ReaderError(
-            f"{one.file.parent}: {len(frames)} slices lie at {apart.sum() + 1} place(s) along their normal, a volume "
-            f"needs one at each: {one} lies at {list(one.position)} mm and {other} at {list(other.position)} mm. Put "
-            "each time, b-value or echo into a folder of its own, for example by dcm2niix; take out duplicates"
+            f"{one.file.parent}: {len(frames)} slices are at {apart.sum() + 1} place(s) along their normal, but a "
+            f"volume needs one slice per place: {one} is at {list(one.position)} mm, {other} at {list(other.position)} "
+            "mm. Put each time, b-value or echo into its own folder, for example with dcm2niix; remove duplicates"
         )
     step: np.ndarray = (positions[-1] - positions[0]) / (len(frames) - 1)
     even = positions[0] + np.arange(len(frames))[:, None] * step
@@ -173,7 +174,7 @@ def _measure_step(frames: Sequence[Frame], along: np.ndarray, normal: np.ndarray
         raise ReaderError(
             f"{frames[0].file.parent}: the {len(frames)} slices are not evenly spaced: {gaps[odd]:g} mm between "
             f"{frames[odd]} and {frames[odd + 1]}, {np.median(gaps):g} mm elsewhere; a slice is missing, or the slices "
-            "are of several stacks"
+            "are of more than one stack. Add the missing slice, or put each stack into its own folder"
         )
     return step
 
@@ -194,7 +195,7 @@ def read_stored(header: Header, stored: Stored) -> np.ndarray:
     DamagedFileError
         If the number of pixels differs from the header, or the pixels cannot be decompressed.
     ReaderError
-        If a value takes more bits than the header declares.
+        If a value uses more bits than the header declares.
     """
     read = (_read_plain if header.syntax in PLAIN else _decompress)(header, stored)
     raw = read.view(f"<u{stored.allocated // 8}")
@@ -205,7 +206,7 @@ def read_stored(header: Header, stored: Stored) -> np.ndarray:
     others = raw.dtype.type(~stored.overlays & (1 << stored.allocated) - 1)
     if not (((values.view(raw.dtype) ^ raw) & others == 0) | ((raw & others) >> stored.bits == 0)).all():
         raise ReaderError(
-            f"{header.path} says that values take {stored.bits} bits (BitsStored), but uses more of the "
+            f"{header.path} declares values of {stored.bits} bits (BitsStored), but uses more of the "
             f"{stored.allocated} bits of a voxel, and no OverlayBitPosition explains them; convert the series to NIfTI"
         )
     return values
@@ -216,7 +217,7 @@ def _read_plain(header: Header, stored: Stored) -> np.ndarray:
     needed = stored.voxels * size
     held = 0 if pixels.is_encapsulated else pixels.end - pixels.begin
     require_held(needed, held, header.path)
-    # Padding is shorter than a row or column, or one of these with zeros: other values are a row that the header omits.
+    # Padding is shorter than a row or column, or is one of zeros: other values are a row that the header omits.
     shortest, longest = sorted((stored.rows * size, stored.columns * size))
     padding = held - needed
     with header.path.open("rb") as file:
@@ -225,15 +226,15 @@ def _read_plain(header: Header, stored: Stored) -> np.ndarray:
     require_held(needed, len(content), header.path)  # the file may have been truncated since the header was read
     if padding >= max(2, shortest) and (padding > longest or any(content[needed:])):
         raise DamagedFileError(
-            f"{header.path} holds {held} bytes of pixels, and {stored.frames} frame(s) of {stored.rows} rows of "
-            f"{stored.columns} voxels of {stored.allocated} bits take {needed}; the header is damaged, fetch it again"
+            f"{header.path} has {held} bytes of pixels, but {stored.frames} frame(s) of {stored.rows} rows of "
+            f"{stored.columns} voxels of {stored.allocated} bits need {needed}; the header is damaged, fetch it again"
         )
     read = np.frombuffer(content, f"<u{size}", stored.voxels)
     return read.reshape(stored.frames, stored.rows, stored.columns)
 
 
 def _decompress(header: Header, stored: Stored) -> np.ndarray:
-    """Decompress the pixels by GDCM."""
+    """Decompress the pixels with GDCM."""
     if not stored.pixels.is_encapsulated:
         raise ReaderError(
             f"{header.path} has the transfer syntax {header.syntax}, but no compressed pixels; convert the series to "
@@ -247,26 +248,26 @@ def _decompress(header: Header, stored: Stored) -> np.ndarray:
             read: np.ndarray = itk.GetArrayFromImage(itk.ReadImage(str(file), imageIO="GDCMImageIO"))
         except RuntimeError as fault:
             raise DamagedFileError(
-                f"{header.path} is damaged, or compressed in a way that SimpleITK does not know (transfer syntax "
+                f"{header.path} is damaged, or compressed in a way that SimpleITK does not support (transfer syntax "
                 f"{header.syntax}); fetch it again, or convert the series to Explicit VR Little Endian"
             ) from fault
     shape = (stored.frames, stored.rows, stored.columns)
     if read.size != stored.voxels or read.shape[-2:] != shape[1:] or read.dtype.itemsize * 8 != stored.allocated:
         raise DamagedFileError(
-            f"{header.path} decompresses to {read.dtype} {read.shape}, and its header says {stored.dtype} {shape}; "
+            f"{header.path} decompresses to {read.dtype} {read.shape}, but its header says {stored.dtype} {shape}; "
             "fetch it again"
         )
     return read.reshape(shape)
 
 
 def _strip(header: Header, stored: Stored) -> bytes:
-    """Return a DICOM file with the compressed pixels, and only the elements for their decompression."""
+    """Return a DICOM file with the compressed pixels, and only the elements that decompression needs."""
     with header.path.open("rb") as file:
         file.seek(stored.pixels.begin)
         stream = file.read(stored.pixels.end - stored.pixels.begin)
     end = struct.pack("<HHI", *SEQUENCE_END, 0)
     if not stream.endswith(end):
-        raise DamagedFileError(f"{header.path} is truncated: its compressed pixels do not end; fetch it again")
+        raise DamagedFileError(f"{header.path} is truncated: its compressed pixels have no end; fetch it again")
 
     def element(tag: Tag, kind: bytes, value: bytes) -> bytes:
         value += (b" " if kind != b"UI" else b"\0") * (len(value) % 2)

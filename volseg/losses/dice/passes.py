@@ -1,11 +1,10 @@
 # ruff: noqa: N803  (upper case: constants for which Triton compiles)
 # mypy: disable-error-code="no-untyped-def"
-"""Dice plus cross entropy of one slab in Triton: one pass over logits and label each, softmax in registers.
+"""Compute Dice plus cross entropy of one slab in Triton: one pass over logits and label, softmax in registers.
 
-A tile holds ``BV`` voxels with all their classes. Logits are addressed as (sample, class, voxel) with three strides,
-which serve contiguous and channels-last tensors. The label has its own strides, so that a coarser head reads the full
-label at a stride.
-Each program writes its own sums. ``combine`` adds them in a fixed order: no atomics, the same bits each time.
+A tile contains ``BV`` voxels with all their classes. Logits are addressed as (sample, class, voxel) with three strides,
+for contiguous and channels-last tensors. The label has its own strides, so that a coarser head reads the full label at
+a stride. Each program writes its own sums. ``combine`` adds them in a fixed order: no atomics, the same bits each time.
 """
 
 from collections.abc import Sequence
@@ -18,11 +17,11 @@ from volseg.device.triton_tiles import count_processors
 from volseg.losses.dice.reference import Terms, empty_gradient
 
 TILE, TILE_LAST = 4096, 1024
-"""Elements per tile, contiguous and with channels last. A thread takes eight adjacent voxels: a smaller tile of
+"""Elements per tile, contiguous and with channels last. A thread processes eight adjacent voxels: a smaller tile of
 contiguous logits would spread a voxel's classes over warps (224^3 voxels, H200: 1.55 ms instead of 0.06)."""
 
 NOT_SPECIALIZED = ["H"]
-"""No specialization on divisibility by 16: it changes no instruction, and each patch size would recompile."""
+"""No specialization on divisibility by 16: it changes no instruction, but each patch size would be recompiled."""
 
 
 @triton.jit

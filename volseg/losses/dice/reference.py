@@ -1,4 +1,4 @@
-"""Dice plus cross entropy of one slab in plain torch: it defines what the kernels compute.
+"""Compute Dice plus cross entropy of one slab in plain torch, as the reference for the kernels.
 
 The voxels are processed in chunks, so that a large volume's probabilities never exist. The sums of a sample and class
 ``c`` over the voxels, with ``p`` the softmax of the logits and ``y`` the label:
@@ -33,7 +33,7 @@ class Terms:
     dice, cross_entropy
         Weights of the two losses.
     include_background
-        Whether class 0 takes part in the mean of Dice.
+        Whether the mean of Dice includes class 0.
     batch
         Whether Dice pools the voxels of all samples, instead of a mean over samples.
     squared
@@ -104,7 +104,7 @@ def combine(sums: Tensor, terms: Terms, shape: Sequence[int]) -> tuple[Tensor, T
     pairs = torch.full_like(ratio, pair)
     if not terms.include_background:
         pairs[:, 0] = 0.0
-    # A NaN of the truth reaches every slope: neither the loss nor a gradient looks usable.
+    # A NaN of the truth reaches the loss and every slope, so that neither looks usable.
     slopes = [-(2 + overlaps * ratio) / denominator * pairs, sizes * ratio / denominator * pairs, 0 * ratio]
     loss = ((1 - ratio) * pairs + surprise * voxel).sum()
     return loss, torch.stack([*slopes, voxel + 0 * ratio])

@@ -1,11 +1,11 @@
-"""Augment a whole batch on the training device, in a few steps per batch instead of per sample.
+"""Augment a whole batch on the training device in a few steps, instead of sample by sample.
 
 Voxel values are changed by one function per effect, on N volumes (N, D, H, W) with one parameter each. A volume is one
 channel of one sample, so these functions are independent of batches and channels. Blur and low resolution are separable
 linear maps; as a matrix per axis they need no loop over samples whose kernels differ.
 
 Noise, brightness and contrast preserve a volume bit for bit with their idle parameter (0, 1, 1). The others need a
-mask: the identity matrix is exact in float32, but not where the user allows TF32.
+mask: the identity matrix is exact in float32, but not if the user allows TF32.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ class BatchAugmentation:
     """Change a batch of patches at random.
 
     On an accelerator every effect is computed for every sample and kept for the samples that drew it: the work is the
-    same for every batch, the host is never waited for, and a CUDA graph can capture the call (register the generator
-    with it). On a CPU each sample is changed separately, only by its drawn effects: its bits do not depend on the other
-    samples.
+    same for every batch, the device never waits for the host, and a CUDA graph can capture the call (register the
+    generator with it). On a CPU each sample is changed separately, only by its drawn effects: its bits do not depend on
+    the other samples.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class BatchAugmentation:
     num_classes : int, optional
         Classes of the label, background included; needed for ``label_interpolation: linear``.
     spacing : sequence of float
-        Voxel size along D, H, W in mm, so that a rotation does not shear; (1, 1, 1) turns in voxels, as nnU-Net does.
+        Voxel size along D, H, W in mm, so that a rotation does not shear; (1, 1, 1) rotates in voxels, as nnU-Net does.
     num_masks : int
         Number of last channels that are masks: they move with the image, and their values do not change.
 
@@ -73,7 +73,7 @@ class BatchAugmentation:
             raise ConfigError(f"patch_size needs three positive sides (D, H, W), got {tuple(patch_size)}")
         if config.label_interpolation == "linear" and num_classes is None:
             raise ConfigError(
-                "augmentation.label_interpolation is 'linear', which needs num_classes; give it, or choose 'nearest'"
+                "augmentation.label_interpolation is 'linear', which needs num_classes; pass it, or choose 'nearest'"
             )
         self.config = config
         self.num_masks = num_masks
@@ -87,7 +87,7 @@ class BatchAugmentation:
         self.source_size = (d, h, w)
 
     def sample(self, batch_size: int, generator: torch.Generator, num_channels: int = 1) -> AugmentationParameters:
-        """Draw the parameters of each sample, with which ``apply`` can be repeated."""
+        """Draw the parameters of each sample; ``apply`` can be repeated with them."""
         return draw_parameters(self.config, batch_size, num_channels - self.num_masks, self.patch_size, generator)
 
     def __call__(self, images: Tensor, labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -99,9 +99,9 @@ class BatchAugmentation:
 
     @torch.no_grad()
     def apply_to_sources(self, sources: PatchSources, parameters: AugmentationParameters) -> tuple[Tensor, Tensor]:
-        """Apply drawn parameters to patches in their sources, in one Triton kernel.
+        """Apply drawn parameters to patches, read from their sources, in one Triton kernel.
 
-        The result is that of ``apply``, up to float32's rounding of positions.
+        The result equals that of ``apply``, up to float32's rounding of positions.
 
         Parameters
         ----------
@@ -140,7 +140,7 @@ class BatchAugmentation:
         Raises
         ------
         GridError
-            When the batch does not have ``source_size``.
+            If the batch does not have ``source_size``.
         """
         for name, volume in (("images", images), ("labels", labels)):
             if tuple(volume.shape[2:]) != self.source_size:
@@ -154,7 +154,7 @@ class BatchAugmentation:
         with _full_precision(images.device.type):
             if dense:
                 return self._change(images, labels, parameters, dense)
-            # One by one: sums, products and crops of several samples round differently from those of one.
+            # One by one: sums, products and crops of several samples round differently from those of a single one.
             rows = [slice(row, row + 1) for row in range(len(images))]
             changed = [self._change(images[row], labels[row], parameters.select(row), dense) for row in rows]
             return torch.cat([image for image, _ in changed]), torch.cat([label for _, label in changed])
@@ -285,7 +285,7 @@ def power_law(volumes: Tensor, gamma: Tensor, *, inverted: bool = False) -> Tens
 
 
 def blur(volumes: Tensor, sigma: Tensor) -> Tensor:
-    """Convolve with a Gaussian of ``sigma`` (N, 3) voxels; at a border the kernel's inner part is normalised."""
+    """Convolve with a Gaussian of ``sigma`` (N, 3) voxels; at a border, the kernel's part inside is normalised."""
     return _multiply_each_axis(volumes, _compute_gaussians(sigma, volumes.shape[1:]))
 
 
@@ -297,7 +297,7 @@ def coarsen(volumes: Tensor, zoom: Tensor) -> Tensor:
 def _multiply_each_axis(volumes: Tensor, matrices: Tensor) -> Tensor:
     """Multiply the axes of (N, D, H, W) by the first rows and columns of the matrices (N, 3, n, n)."""
     shape = volumes.shape
-    # Each product turns the first axis into the last, (n, d, hw) -> (n, hw, d), so three of them restore the order.
+    # Each product moves the first axis to the end, (n, d, hw) -> (n, hw, d), so three products restore the order.
     for axis, side in enumerate(shape[1:]):
         volumes = volumes.reshape(shape[0], side, -1)
         volumes = torch.bmm(volumes.transpose(1, 2), matrices[:, axis, :side, :side].transpose(1, 2))
@@ -309,9 +309,9 @@ def _compute_gaussians(sigma: Tensor, sides: Sequence[int]) -> Tensor:
     position = positions(max(sides), sigma.device)
     # At 1e-3 the neighbours' weight underflows to 0: the identity, without a division by 0.
     distance = (position[:, None] - position) / sigma.clamp(min=1e-3)[..., None, None]
-    # Far weights are denormal numbers, which a CPU multiplies thirty times more slowly, and count for nothing.
+    # Distant weights are negligible denormal numbers, which a CPU multiplies thirty times more slowly.
     weight = torch.threshold(torch.exp(-0.5 * distance**2), 1e-10, 0.0)
-    if len(set(sides)) > 1:  # what lies beyond a shorter axis has no weight
+    if len(set(sides)) > 1:  # positions beyond a shorter axis have no weight
         weight = weight * (position < constant(tuple(map(float, sides)), sigma.device)[:, None, None])
     return weight / weight.sum(-1, keepdim=True)
 

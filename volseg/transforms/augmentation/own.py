@@ -1,10 +1,10 @@
-"""Apply the user's own augmentations after the built-in ones, on the device, sample by sample.
+"""Apply custom augmentations after the built-in ones, on the device, sample by sample.
 
 An augmentation is called as ``augment(image, label, generator)`` with the patch of one sample, image ``(C, D, H, W)``
 in float32 and label ``(1, D, H, W)``, and returns both. The generator is on their device and is seeded for each sample
 of each batch. So a training that resumes within an epoch, or on another number of processes, draws the same numbers.
-All randomness must come from this generator. Why not the whole batch at once: the rows of a process, and so a draw for
-all rows, depend on the number of processes.
+All randomness must come from this generator. Augmentations are not called for the whole batch, since the rows of a
+process, and so its draws, depend on the number of processes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +23,14 @@ AUGMENTATIONS = Registry("augmentation")
 
 
 class OwnAugmentations:
-    """Apply the augmentations that a config lists, one after the other.
+    """Apply the custom augmentations of a config, one after the other.
 
     Parameters
     ----------
     specs : sequence of mapping
-        Name and parameters of each, as `AUGMENTATIONS` takes them.
+        Name and parameters of each, for `AUGMENTATIONS`.
     num_masks : int
-        Last channels of the image that are masks of a previous stage, which `ChangedMasks` changes first.
+        Number of last channels that are masks of a previous stage; `ChangedMasks` changes them first.
 
     Raises
     ------
@@ -133,7 +133,7 @@ def _dilate(mask: Tensor, radius: int) -> Tensor:
 
 
 def _remove_part(mask: Tensor, lot: float) -> Tensor:
-    """Return a mask without one of its small connected parts, which ``lot`` from [0, 1) chooses."""
+    """Return a mask without one of its small connected parts, chosen by ``lot`` in [0, 1)."""
     parts, _ = ndimage.label(mask.cpu().numpy(), np.ones((3, 3, 3)))
     small = np.flatnonzero(np.bincount(parts.ravel())[1:] < 0.15 * mask.numel()) + 1
     if not len(small):

@@ -1,7 +1,7 @@
-"""Draw the random numbers of one batch, separately from their effect.
+"""Draw the random numbers of one batch, separately from applying them.
 
-Every field has an idle value (an angle of 0, a factor of 1): samples without an effect hold this value, so no flags are
-needed, and a batch of idle values preserves every bit.
+Every field has an idle value (an angle of 0, a factor of 1) for samples without the effect, so no flags are needed, and
+a batch of idle values preserves every bit.
 """
 
 import math
@@ -23,15 +23,16 @@ class AugmentationParameters:
     rotation: Tensor
     """Angles about D, H, W in radians, (B, 3)."""
     scale: Tensor
-    """Extent along D, H, W of the region that fills the patch over the patch's, (B, 3)."""
+    """Ratio of the extent read to the patch's extent along D, H, W, (B, 3)."""
     mirror: Tensor
     """Whether D, H, W are mirrored, (B, 3) bool."""
     elastic: Tensor
-    """Displacement of the control points along D, H, W in voxels, (B, 3, k, l, m); k = l = m = 0 if it is off."""
+    """Displacement of the control points along D, H, W in voxels, (B, 3, k, l, m); k = l = m = 0 if elastic deformation
+    is off."""
     noise_std: Tensor
     """Standard deviation of the noise, (B, C), equal over a sample's channels."""
     noise: Tensor
-    """Normal deviates, (B, C, D, H, W); D = H = W = 0 where noise is off."""
+    """Normal deviates, (B, C, D, H, W); D = H = W = 0 if noise is off."""
     blur_sigma: Tensor
     """Standard deviation of the blur along D, H, W in voxels, (B, C, 3)."""
     brightness: Tensor
@@ -69,7 +70,7 @@ class AugmentationParameters:
         return type(self)(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
 
     def select(self, rows: Tensor | slice) -> Self:
-        """Return the parameters of some samples; a slice gives views, and waits for no device."""
+        """Return the parameters of some samples; a slice returns views, without a wait for the device."""
         return type(self)(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
@@ -82,8 +83,8 @@ def draw_parameters(
 ) -> AugmentationParameters:
     """Draw the parameters of each sample of a batch.
 
-    One call of the generator serves all small parameters and every effect takes its share of it whether it is on or
-    off, so switching one effect off leaves the others' draws as they were.
+    One call of the generator draws all small parameters, and every effect takes its share even if it is off, so
+    switching one effect off does not change the draws of the others.
 
     Parameters
     ----------
@@ -132,7 +133,7 @@ def draw_parameters(
 
 
 def control_points(size: int, spacing: float) -> int:
-    """Return the number of control points of a cubic B-spline over ``size`` voxels: one beyond each end, and two more.
+    """Return the number of control points of a cubic B-spline over ``size`` voxels, including those beyond the ends.
 
     >>> control_points(40, 12)
     7
@@ -166,7 +167,7 @@ def _draw_noise(
 
 
 def _unless(happens: Tensor, value: Tensor, idle: float) -> Tensor:
-    """Return ``value`` where it happens and exactly ``idle`` elsewhere."""
+    """Return ``value`` where the effect happens and exactly ``idle`` elsewhere."""
     return torch.where(happens, value, idle)
 
 
@@ -176,7 +177,7 @@ def _spread(factor: Tensor, axes: Sequence[bool]) -> Tensor:
 
 
 class _Draws:
-    """One block of uniform numbers, handed out column by column."""
+    """A block of uniform random numbers, handed out column by column."""
 
     def __init__(self, batch_size: int, num_channels: int, generator: torch.Generator) -> None:
         # More columns than are used: reshaping a slice beyond the end would raise.

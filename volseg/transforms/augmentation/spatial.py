@@ -1,14 +1,15 @@
 """Move voxels: crop, rotate, scale, deform elastically and mirror a patch in one interpolation.
 
-A position is an offset from the patch's centre in voxels. A patch voxel at offset o shows what lies at ::
+A position is an offset from the patch's centre in voxels. A patch voxel at offset o is read from the source at offset
+::
 
     S^-1 R S scale (mirror o + elastic(o))          S: spacing in mm, so that R is a rotation of the patient
 
 Voxels are interpolated once, by one ``grid_sample``. Samples that are only cropped and mirrored are not interpolated
 at all: their voxels are copied, bit for bit.
 
-Grid coordinates are computed by broadcast additions and not by ``affine_grid``: that one is a matrix product, which
-TF32, where the user allows it, would round by up to 0.1 voxel at the rim of a large patch.
+Grid coordinates are computed by broadcast additions, not by ``affine_grid``: that is a matrix product, which TF32, if
+the user allows it, would round by up to 0.1 voxel at the border of a large patch.
 """
 
 import math
@@ -28,8 +29,8 @@ Size = tuple[int, int, int]
 def margin_voxels(config: AugmentationConfig, patch_size: Sequence[int], spacing: Sequence[float]) -> Size:
     """Return the margin in voxels beyond each face that the strongest draw reads, times ``config.margin``.
 
-    The bound is the largest over all allowed angles, scaled and with the largest displacement added, found on a fine
-    grid of angles and widened by the error between grid points.
+    The margin is the largest over a fine grid of the allowed angles, with the largest scale and displacement, widened
+    by the error between the grid's points.
     """
     half = torch.tensor([(size - 1) / 2 for size in patch_size], dtype=torch.float64)
     stretch = max(config.scaling.factor[1], 1.0) if config.scaling.probability > 0 else 1.0
@@ -43,8 +44,8 @@ def margin_voxels(config: AugmentationConfig, patch_size: Sequence[int], spacing
     angles = torch.cartesian_prod(*ticks)
     size = torch.tensor(spacing, dtype=torch.float64)
     turned = (_compute_rotation(angles).abs() @ (half * size)).amax(0)
-    # Between two grid points an angle is off by at most half a step, and the position by that times the radius; not
-    # along an axis that is the only one turned about.
+    # Between two grid points an angle is off by at most half a step, and the position by that times the radius, except
+    # along the axis of the only rotation.
     moves = torch.tensor([any(limits[:axis] + limits[axis + 1 :]) for axis in range(3)])
     gap = sum(math.radians(limit) / steps for limit in limits) * (half * size).norm() * moves
     reach = torch.maximum(turned, torch.minimum(turned + gap, (half * size).norm()))
@@ -60,8 +61,8 @@ def is_moved(parameters: AugmentationParameters) -> Tensor:
 
 
 def crop_and_mirror(volumes: Sequence[Tensor], mirror: Tensor, patch_size: Size) -> list[Tensor]:
-    """Return the centre of each (B, C, *source), mirrored as drawn, as a copy voxel for voxel."""
-    # On a CPU ten times as fast as a gather, and there is no host to wait for.
+    """Return an exact copy of the centre of each (B, C, *source), mirrored as drawn."""
+    # On a CPU this is ten times as fast as a gather, and does not wait for a device.
     if mirror.device.type == "cpu" and not on_gpu(mirror):
         dims = [[axis - 3 for axis, flip in enumerate(flips) if flip] for flips in mirror.tolist()]
         return [
@@ -95,7 +96,7 @@ def _gather_mirrored(volumes: Sequence[Tensor], mirror: Tensor, patch_size: Size
 def sampling_grid(
     parameters: AugmentationParameters, patch_size: Size, source_size: Size, spacing: Sequence[float]
 ) -> Tensor:
-    """Return where ``grid_sample`` reads each voxel, (B, D, H, W, 3); its last dim is ordered W, H, D."""
+    """Return where ``grid_sample`` reads each voxel, (B, D, H, W, 3); the last dim's order is W, H, D."""
     device = parameters.rotation.device
     # In grid_sample's units: with align_corners=False the source spans [-1, 1] from face to face, so n voxels are
     # 2 n / size.
@@ -118,10 +119,10 @@ def sampling_grid(
 def voxel_steps(
     parameters: AugmentationParameters, patch_size: Size, spacing: Sequence[float]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return how many source voxels along D, H, W one voxel along each axis of the patch is, (B, axis, 3), and shifts.
+    """Return the step in source voxels (D, H, W) per voxel along each axis of the patch, (B, axis, 3), and shifts.
 
-    The shifts are elastic displacements, to be added to a voxel's offset from the patch's centre, (B, 3, D, H, W); None
-    where there are none.
+    The shifts are elastic displacements (B, 3, D, H, W), which are added to a voxel's offset from the patch's centre;
+    None if there are none.
     """
     sign = _compute_sign(parameters)
     columns = _compute_columns(parameters, spacing, (1.0, 1.0, 1.0)) * sign[:, :, None]
@@ -131,8 +132,8 @@ def voxel_steps(
 
 
 def _compute_columns(parameters: AugmentationParameters, spacing: Sequence[float], units: Sequence[float]) -> Tensor:
-    """Return what one voxel along each axis of an unmirrored patch is in the source, in ``units``, (B, axis, to)."""
-    between = [spacing[axis] / spacing[to] * units[to] for to in range(3) for axis in range(3)]  # by way of mm
+    """Return the step in the source, in ``units``, per voxel along each axis of an unmirrored patch, (B, axis, to)."""
+    between = [spacing[axis] / spacing[to] * units[to] for to in range(3) for axis in range(3)]  # through mm
     turn = _compute_rotation(parameters.rotation) * constant(tuple(between), parameters.rotation.device).view(3, 3)
     return (turn * parameters.scale[:, None, :]).transpose(1, 2)
 
@@ -142,7 +143,7 @@ def _compute_sign(parameters: AugmentationParameters) -> Tensor:
 
 
 def without_idle_border(grid: Tensor, source_size: Size) -> tuple[tuple[slice, slice, slice], Tensor]:
-    """Return the centre of the source that ``grid`` reads, and the grid on it (looks at the values: for a CPU)."""
+    """Return the part of the source that ``grid`` reads, and the grid on it; reads values, so only for a CPU."""
     reach = grid.abs().amax((0, 1, 2, 3)).flip(0).tolist()
     # Half a source's voxels times the reach, and one more for the interpolation.
     idle = [max(0, size // 2 - math.ceil(far * size / 2 + 1)) for far, size in zip(reach, source_size, strict=True)]
@@ -167,7 +168,7 @@ def displacement(control: Tensor, patch_size: Size) -> Tensor:
 
 
 def resample(image: Tensor, label: Tensor, grid: Tensor, num_classes: int | None) -> tuple[Tensor, Tensor]:
-    """Read image (linear) and label at ``grid``; zeros lie outside of the source.
+    """Read image (linear) and label at ``grid``; voxels outside the source are zero.
 
     With ``num_classes`` a label is the class with the largest interpolated share, in the one pass that also reads the
     image; without it, the label of the nearest voxel.
@@ -175,11 +176,11 @@ def resample(image: Tensor, label: Tensor, grid: Tensor, num_classes: int | None
     if num_classes is None:
         nearest = grid_sample(label.float(), grid, "nearest", "zeros", align_corners=False)
         return grid_sample(image, grid, "bilinear", "zeros", align_corners=False), nearest.to(label.dtype)
-    # Background is what the foreground leaves, so it needs no channel, and beyond the border it is everything.
+    # Background is 1 minus the foreground, so it needs no channel; beyond the border, all is background.
     classes = torch.arange(1, num_classes, device=label.device, dtype=label.dtype).view(1, -1, 1, 1, 1)
     both = image.new_empty(len(image), image.shape[1] + num_classes - 1, *image.shape[2:])
     both[:, : image.shape[1]] = image
-    both[:, image.shape[1] :] = label == classes  # written once; a concatenation would write and read it once more
+    both[:, image.shape[1] :] = label == classes  # written once; a concatenation would write and read it again
     read = grid_sample(both, grid, "bilinear", "zeros", align_corners=False)
     image, shares = read[:, : image.shape[1]], read[:, image.shape[1] :]
     share, foreground = shares.max(dim=1, keepdim=True)
@@ -210,11 +211,11 @@ def _compute_spline_weights(size: int, points: int, device: torch.device) -> Ten
 
 @keeping()
 def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return ``values`` as a float32 tensor; not to be written to."""
+    """Return ``values`` as a shared float32 tensor; do not write to it."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @keeping()
 def positions(size: int, device: torch.device) -> Tensor:
-    """Return 0, 1, ... ``size - 1`` in float32; not to be written to."""
+    """Return 0, 1, ... ``size - 1`` in float32, as a shared tensor; do not write to it."""
     return torch.arange(size, dtype=torch.float32, device=device)

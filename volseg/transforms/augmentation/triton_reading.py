@@ -1,13 +1,12 @@
-# ruff: noqa: N803  (upper case: what Triton is compiled for, and the extents of the formula)
+# ruff: noqa: N803  (upper case: constants for which Triton compiles, and extents of the formula)
 # mypy: disable-error-code="no-untyped-def"
-"""Cut, move and interpolate the patches of a batch in one Triton kernel, straight from where they lie on the device.
+"""Cut, move and interpolate the patches of a batch in one Triton kernel, directly from their volumes on the device.
 
 The plain way cuts each patch with its margin, turns its label into a channel per class and interpolates both: it moves
-a hundred times the bytes of the patches that come out. Here each voxel of a patch reads its eight neighbours where they
-lie, so a margin costs nothing. A neighbour without weight is not read, so a patch that is only mirrored is a copy.
-
-The plain way (`PatchSources.cut`, then ``spatial``) defines the result, zeros outside of the margin included. Positions
-are computed in voxels instead of ``grid_sample``'s units: in float32 they differ by some 1e-5 voxels.
+a hundred times the bytes of the resulting patches. Here each voxel of a patch reads its eight neighbours from the
+volume itself, so a margin costs nothing. A neighbour without weight is not read, so a patch that is only mirrored is a
+copy. The plain way (`PatchSources.cut`, then ``spatial``) defines the result, including the zeros outside the margin.
+Positions are computed in voxels instead of ``grid_sample``'s units: in float32 they differ by some 1e-5 voxels.
 """
 
 from collections.abc import Sequence
@@ -32,11 +31,11 @@ class PatchSources:
     boxes: tuple[Tensor, Tensor]
     """Images (S, C, *source) of the same type and labels (S, 1, *source), fetched from elsewhere."""
     begins: Tensor
-    """Offset of each patch's volume in voxels, (B,); -1 - s if the volume is box s."""
+    """Offset in voxels of the volume of each patch, (B,); -1 - s if the volume is box s."""
     shapes: Tensor
-    """D, H, W of each patch's volume, (B, 3); of a box, its own."""
+    """D, H, W of the volume or box of each patch, (B, 3)."""
     corners: Tensor
-    """First voxel of each patch in its volume, (B, 3), possibly outside of it."""
+    """First voxel of each patch in its volume, (B, 3), possibly outside the volume."""
 
     @property
     def num_channels(self) -> int:
@@ -47,7 +46,7 @@ class PatchSources:
         return len(self.begins)
 
     def select(self, rows: slice) -> Self:
-        """Return the sources of some patches, which waits for no device."""
+        """Return the sources of some patches, without a wait for the device."""
         return replace(self, begins=self.begins[rows], shapes=self.shapes[rows], corners=self.corners[rows])
 
     def cut(self, size: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -82,7 +81,7 @@ class PatchSources:
 
 
 BLOCK = 128
-"""Voxels per program, one per thread: two of them take 153 registers instead of 64 (three classes, sm_90)."""
+"""Voxels per program, one per thread: two per thread use 153 registers instead of 64 (three classes, sm_90)."""
 
 
 @triton.jit
@@ -102,7 +101,7 @@ def _compute_position(offset_d, offset_h, offset_w, columns, SIDE):
 
 @triton.jit
 def _is_within(index, corner, SOURCE, side):
-    """Say whether a source patch's voxel lies in it, and in its volume."""
+    """Return whether a voxel is inside the source patch and inside its volume."""
     place = corner + index
     return (index >= 0) & (index < SOURCE) & (place >= 0) & (place < side)
 
@@ -129,7 +128,7 @@ def _read_kernel(
     corner_h = tl.load(corners + b * 3 + 1).to(tl.int32)
     corner_w = tl.load(corners + b * 3 + 2).to(tl.int32)
 
-    # The volume: one of those that are stored, or a box.
+    # The volume: a stored one, or a box.
     side_d = tl.load(shapes + b * 3 + 0).to(tl.int32)
     side_h = tl.load(shapes + b * 3 + 1).to(tl.int32)
     side_w = tl.load(shapes + b * 3 + 2).to(tl.int32)
@@ -172,7 +171,7 @@ def _read_kernel(
         place = ((corner_d + index_d).to(tl.int64) * side_h + corner_h + index_h) * side_w + corner_w + index_w
         chosen = tl.load(label_of + place, mask=exists, other=0).to(tl.int32)
     else:
-        # Background is what the foreground leaves: beyond the border it is everything.
+        # Background is 1 minus the foreground: beyond the border, all is background.
         foreground = (classes[None, :] > 0) & (classes[None, :] < K)
         most = tl.max(tl.where(foreground, shares, -1.0), 1)
         background = 1 - tl.sum(tl.where(foreground, shares, 0.0), 1)
@@ -195,14 +194,15 @@ def read_patches(
     Parameters
     ----------
     sources : PatchSources
-        Where the source patches of the batch lie.
+        Sources of the patches of the batch.
     steps : (Tensor, Tensor or None)
-        From ``spatial.voxel_steps``: how far one voxel along each axis of the patch leads in the source, (B, 3, 3), and
-        what is added to each voxel's offset from the patch's centre, (B, 3, *patch_size).
+        From ``spatial.voxel_steps``: the step in the source per voxel along each axis of the patch, (B, 3, 3), and the
+        shift of each voxel's offset from the patch's centre, (B, 3, *patch_size).
     patch_size, source_size : sequence of int
-        D, H, W of the patches, without and with the margin beyond which all is 0.
+        D, H, W of the patches, without and with the margin; voxels beyond the margin are 0.
     num_classes : int, optional
-        For the class with the largest interpolated share; without it, the label of the nearest voxel.
+        Number of classes, to choose the class with the largest interpolated share; None: the label of the nearest
+        voxel.
     """
     batch, channels = len(sources), sources.num_channels
     (images, labels), (box_images, box_labels) = sources.stored, sources.boxes
