@@ -333,7 +333,7 @@ def test_what_holds_no_weights_is_refused_and_leaves_no_run(first, task, tuning_
     (tmp_path / "empty.safetensors").write_bytes(pack_tensors({}))  # names without any prefix were looked at for ever
     for name, error, message in (
         ("gone.pt", ConfigError, "does not exist"),
-        ("code.pt", CheckpointError, "holds more than tensors, plain values .*code \\(GLOBAL .*print\\)"),
+        ("code.pt", CheckpointError, "contains more than tensors, plain values .*code \\(GLOBAL .*print\\)"),
         ("none.pt", CheckpointError, "holds no state_dict"),
         ("a.safetensors", CheckpointError, "a.safetensors is damaged: 0 bytes"),
         ("empty.safetensors", CheckpointError, "holds no weights"),

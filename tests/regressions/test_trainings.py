@@ -535,7 +535,7 @@ def test_a_network_of_the_users_own_is_not_bounded():
         ("spacing", [1, 1, float("inf")], "spacing should be three positive numbers"),
         ("spacing", [1, 1, 10**30 * 10**10], "more than 64 bits|spacing"),
         ("use_mask_for_norm", [1, 0], "a scheme and a mask"),
-        ("inherits_from", "3d_fullres", "has no configuration"),
+        ("inherits_from", "3d_fullres", "has no valid configuration"),
     ],
 )
 def test_plans_with_wrong_sizes_are_refused(place, value, message, tmp_path):
