@@ -157,7 +157,7 @@ def test_what_was_measured_is_taken_leaves_no_other_trace_and_stays(configured, 
     written = read_json(config.folder / "kernels.json")
     assert (written["chosen"], written["milliseconds"]) == ("compiled", dict(times))
     assert written["shape"] == [2, 1, 16, 16, 16]
-    assert "they are for GPUs" in written["refused"]["fast"]
+    assert "they need a GPU" in written["refused"]["fast"]
     assert outcome.folder.config().training.kernels == "measured"
 
     times["compiled"], times["torch"] = 20.0, 1.0
@@ -274,7 +274,7 @@ def test_on_a_cpu_auto_is_the_plain_network_and_says_nothing(configured, task, c
     caplog.set_level(logging.INFO)
     assert type(build_model(configured(), load_task(task), CPU)) is FitGrid
     assert "kernels" not in caplog.text
-    with pytest.raises(ConfigError, match=r"kernels is fast, but they are for GPUs, and no GPU is used; set"):
+    with pytest.raises(ConfigError, match=r"kernels is fast, but they need a GPU; set"):
         train(configured("training.kernels=fast"))
     assert not configured().folder.exists()
 

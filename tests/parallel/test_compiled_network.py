@@ -136,7 +136,7 @@ def test_an_output_that_the_loss_leaves_out_is_refused(traced):
     """Its head would get zeros for a gradient, and by weight decay other weights than in the plain network."""
     model = CompiledNetwork(Heads())
     fine, _ = model(torch.randn(1, 1, 4, 4, 4))["heads"]
-    with pytest.raises(ParallelError, match=r"backward\(\) does not reach the outputs \[1\] \(from 0\) of the 2"):
+    with pytest.raises(ParallelError, match=r"backward\(\) does not reach outputs \[1\] \(counted from 0\) of the 2"):
         fine.sum().backward()
 
 
@@ -224,7 +224,7 @@ def test_breaks_are_told_once(traced, caplog):
         torch.testing.assert_close(model(image), plain(image))
     told = [record.getMessage() for record in caplog.records if record.name.startswith("volseg")]
     assert len(told) == 1
-    assert told[0].startswith("torch.compile splits Looks, and Python runs between its kernels, for 1 reason(s)")
+    assert told[0].startswith("torch.compile splits Looks into graphs with Python between them, for 1 reason(s)")
     assert "in pieces" in model.explain_replicas()
 
 
@@ -249,7 +249,7 @@ def fail_to_compile(graph, inputs):
     [
         (trace_only, "default", 20, r"cannot compile Counts \(.*more than 16 variants were needed.*kernels: torch"),
         (fail_to_compile, "default", 1, r"torch\.compile cannot compile Counts \(.*no such kernel.*kernels: torch"),
-        (trace_only, "force_eager", 1, "found nothing to compile in Counts, and ran it as it is"),
+        (trace_only, "force_eager", 1, "found nothing to compile in Counts, and ran the plain network"),
     ],
     ids=["changes each time", "fails", "nothing"],
 )

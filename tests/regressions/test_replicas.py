@@ -285,7 +285,7 @@ def test_sums_of_rounds() -> None:
     sums = RoundSums([parameter, parameter], 2)
     parameter.backward()
     sums.push()
-    with pytest.raises(ParallelError, match="1 were pushed"):
+    with pytest.raises(ParallelError, match=r"got 1 round\(s\)"):
         sums.put_back()
     (2 * parameter).backward()
     sums.push()

@@ -172,7 +172,7 @@ def replicas() -> str | None:
     try:
         net[0](model(volumes).detach())
     except ParallelError as refused:
-        return None if "outside of the forward pass" in str(refused) else str(refused)
+        return None if "outside the forward pass" in str(refused) else str(refused)
     return "not refused"
 
 

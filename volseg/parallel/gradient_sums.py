@@ -7,11 +7,11 @@ parameters, sum the gradients over the replicas; one more node behind them passe
                                |  stand-ins      |  stand-ins
 
 Each sum waits for the sum of the bucket after it, and the last sum waits for the outputs. So each replica makes the
-same sums in the same order for any graph, and no replica waits for a sum that another one does not make. Beside its
-gradients, each sum adds a number per gradient that encodes its memory layout. If only some replicas have a gradient,
-or layouts differ, the sum belongs to no network: an error is raised, on a GPU as soon as the number has arrived,
-without a wait. A parameter that was trained once keeps its place in the sums when it is frozen: if only one replica
-froze it, the sums would otherwise add gradients of different parameters.
+same sums in the same order for any graph, and no replica waits for a sum that another one does not make. Each sum also
+adds a number per gradient that encodes its memory layout. If only some replicas have a gradient, or layouts differ, the
+sum is wrong: an error is raised, on a GPU as soon as the number has arrived, without a wait. A parameter that was
+trained once keeps its place in the sums when it is frozen: if only one replica froze it, the sums would otherwise add
+gradients of different parameters.
 
 The nodes are recorded with the step like the rest of its backward pass. On a GPU they run on a separate stream, so
 that sums overlap with the backward pass of earlier layers.
@@ -37,14 +37,14 @@ from volseg.parallel.buckets import Differences, GradientRoom, LayoutNumbers, ch
 from volseg.parallel.fixed_order import add_up
 
 REFUSAL = (
-    "some replicas used {names} in a step, others did not, so that their gradients belong to no network; let "
-    "forward() use the same parameters in all processes for any sample (multiply by zero instead of skipping), "
-    "freeze them in all, and give them the same memory format in all"
+    "some replicas used {names} in a step, but others did not, so the sum of their gradients is wrong; use the same "
+    "parameters in forward() in all processes for any sample (multiply by zero instead of skipping), freeze them in "
+    "all processes or in none, and with the same memory format"
 )
 
 OUTSIDE = (
-    "a parameter of shape {shape} got a gradient that was not summed over the replicas: it was used outside of the "
-    "forward pass of DataParallel (a penalty on the weights, the network called by itself), or in a block checkpointed "
+    "a parameter of shape {shape} got a gradient that was not summed over the replicas: it was used outside the "
+    "forward pass of DataParallel (a penalty on the weights, a direct call of the network), or in a block checkpointed "
     "with use_reentrant=True. Compute it in the network's forward, with weight_decay, or with use_reentrant=False"
 )
 
@@ -189,7 +189,7 @@ class GradientSums:
         return self._differences[names]
 
     def look(self) -> None:
-        """Raise the differences that the last steps have found; wait for nothing.
+        """Raise an error for differences found in the last steps, without waiting for a device.
 
         Raises
         ------

@@ -2,8 +2,8 @@
 
 A pipeline knows its parameters by identity, so stand-ins cannot replace them (see ``gradient_sums``). Hooks note which
 parameters get a gradient; at the end of the backward pass `Piped` sums the gradients, in the order of the network's
-parameters. A penalty on the weights that is added to the loss cannot be told from the gradients of the network, and
-counts once for each replica.
+parameters. A penalty on the weights in the loss cannot be distinguished from the gradients of the network, and counts
+once for each replica.
 """
 
 import weakref
@@ -86,7 +86,7 @@ class OneDevice:
         ParallelError
             Always.
         """
-        raise ParallelError("volumes are cut for strategy='spatial', and each replica of this network has whole ones")
+        raise ParallelError("only strategy='spatial' cuts volumes; each replica of this network has whole volumes")
 
     def prepare_recording(self) -> list[torch.Generator]:
         """Prepare a CUDA graph of a step: nothing to do."""
@@ -120,7 +120,7 @@ class Piped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline; its backward pass sums the gradients."""
-        # As on one device: a network in evaluation mode may hold a norm that takes the statistics of the batch.
+        # As on one device: a network in evaluation mode may contain a norm that uses the statistics of the batch.
         if self._replicas.count > 1 and (self._strategy.net.training or torch.is_grad_enabled()):
             with watching_scripts(refuse_script), _NoNormsOfBatch():
                 return self._run(*args, **kwargs)
@@ -146,7 +146,7 @@ class Piped:
         return result
 
     def look(self) -> None:
-        """Raise if replicas have used different parameters; wait for nothing."""
+        """Raise if replicas have used different parameters, without waiting for a device."""
         if self._sums is not None:
             self._sums.look()
 
@@ -160,12 +160,12 @@ class Piped:
     def set_aside(self, key: int) -> None:
         """Set the earlier gradient of a parameter aside, so that only this backward pass is summed."""
         before, parameter = self._before.get(find_backward_pass()), self._hooked[key]
-        if before is None:  # processes may make other numbers of such passes: one would wait for ever
+        if before is None:  # processes may differ in the number of such passes: one of them would wait forever
             raise ParallelError(OUTSIDE.format(shape=tuple(parameter.shape)))
         if get_accumulation_hooks(parameter):
             raise ParallelError(
                 f"a parameter of shape {tuple(parameter.shape)} has a hook (register_post_accumulate_grad_hook), which "
-                "would get the gradient of one replica; remove the hook: a pipeline sums after the backward pass"
+                "would get the gradient of one replica, as a pipeline sums after the backward pass; remove the hook"
             )
         before[key], parameter.grad = parameter.grad, None
 
@@ -177,14 +177,14 @@ class Piped:
         the stages would add gradients of different parameters.
         """
         before = self._before.pop(number, None)
-        if before is None:  # two devices' threads have begun at once
+        if before is None:  # the threads of two devices have started at the same time
             return
         named = {name: p for name, p in self._strategy.net.named_parameters() if self._hooked.get(id(p)) is p}
         if taken := [name for name, p in named.items() if id(p) in before and p.grad is None]:
             self._before[number] = before  # the next forward pass puts them back
             raise ParallelError(
                 f"the gradient of {taken[0]} was taken before the replicas summed it (torch.autograd.grad, or a "
-                "hook that clears it); a replicated pipeline sums after backward(): call that, then read the gradient"
+                "hook that clears it); a replicated pipeline sums at the end of backward(): call it, then read .grad"
             )
         home = self._strategy.devices[0]
         if self._sums is None:
