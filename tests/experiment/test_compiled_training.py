@@ -261,7 +261,7 @@ def test_on_a_gpu_that_is_too_old_auto_takes_the_plain_network_and_says_why(conf
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr("volseg.device.triton_tiles.available", lambda: True)
     network, old = FitGrid(UNet(3, 1, 3, channels=[4, 8], strides=[2])), torch.device("cuda:0")
-    reason = "they need a GPU of compute capability 8.0 or more, and cuda:0 has 7.0"
+    reason = "they need a GPU of compute capability 8.0 or more (cuda:0 has 7.0)"
     for trains in (True, False):
         caplog.clear()
         assert placed_network.with_fast_kernels(network, configured(), 1, old, trains=trains) is None

@@ -121,7 +121,7 @@ def test_a_device_without_them_says_why(monkeypatch):
     gpu = torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr("volseg.device.triton_tiles.available", lambda: True)
-    assert explain_absence(gpu) == "they need a GPU of compute capability 8.0 or more, and cuda:0 has 7.0"
+    assert explain_absence(gpu) == "they need a GPU of compute capability 8.0 or more (cuda:0 has 7.0)"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert explain_absence(gpu) is None
     monkeypatch.setattr("volseg.device.triton_tiles.available", lambda: False)

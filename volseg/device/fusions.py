@@ -47,7 +47,7 @@ def without(*names: str) -> Iterator[None]:
         If no fusion has that name.
     """
     if unknown := set(names) - set(NAMES):
-        raise ValueError(f"no fusion is called {sorted(unknown)}; there are {', '.join(NAMES)}")
+        raise ValueError(f"unknown fusions {sorted(unknown)}; available: {', '.join(NAMES)}")
     before = set(_off)
     _off.update(names)
     try:

@@ -1,6 +1,6 @@
 """All private names of torch's modules that this package uses.
 
-As ``torch_internals`` has those of torch itself.
+``torch_internals`` has those of torch itself.
 """
 
 from collections.abc import Callable, Iterator

@@ -80,7 +80,7 @@ without_subclass_overrides = torch._C.DisableTorchFunctionSubclass
 """Call no subclass's ``__torch_function__``; modes are called."""
 
 with_overrides = torch._C._EnableTorchFunction
-"""Call ``__torch_function__`` again, inside of the two above."""
+"""Call ``__torch_function__`` again, inside the two above."""
 
 without_dispatch = torch._C._DisableTorchDispatch
 """Call no ``__torch_dispatch__``, of a subclass or a mode: torch's own code follows."""

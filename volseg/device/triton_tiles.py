@@ -151,7 +151,7 @@ def locate(v, D, H, W, mul_w, shr_w, mul_h, shr_h, mul_d, shr_d):
 
 
 DIVIDERS = ["mul_w", "shr_w", "mul_h", "shr_h", "mul_d", "shr_d"]
-"""Arguments for whose values no kernel is compiled anew."""
+"""Arguments whose values do not cause another compilation of a kernel."""
 
 
 def compute_dividers(sides: Sequence[int]) -> list[int]:

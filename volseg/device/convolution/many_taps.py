@@ -61,7 +61,7 @@ MOST_WAVES, FULL = 4, 0.96
 """Limit of waves of programs, and the sufficient share of busy processors."""
 
 NOT_SPECIALIZED = ["V", "per_part", "D", "H", "W", "OD", "OH", "OW", "PD", "PH", "PW", *DIVIDERS]
-"""Arguments whose divisibility by 16 changes no instruction; another patch size would be compiled anew."""
+"""Arguments whose divisibility by 16 changes no instruction; another patch size would need another compilation."""
 
 
 @triton.jit
