@@ -109,7 +109,7 @@ class NotedKernel:
 
 
 class GpuObserver:
-    """Receiver of events on fake GPUs outside of torch's operators; by default it ignores all events."""
+    """Receiver of events on fake GPUs outside torch's operators; by default it ignores all events."""
 
     def on_kernel(self, kernel: NotedKernel) -> None:
         """Receive a kernel of volseg that would run."""

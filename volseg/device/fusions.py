@@ -23,10 +23,10 @@ NAMES = (
     "attention",
     "layer norms",
 )
-"""Statistics of groups and batches, and of norms in evaluation; PReLU, sigmoid, SiLU and GELU behind norms; sums that
-take norms along; bias gradients that are zero; biases that norms take away; volumes of twice the size; convolutions of
-few channels to few; depthwise ones; volumes times one channel; convolutions of few channels over groups of voxels, or
-with channels of zeros; attention without its scores; layer norms of short lines."""
+"""Statistics of groups and batches, and of norms in evaluation; PReLU, sigmoid, SiLU and GELU after norms; sums fused
+with norms; bias gradients that are zero; biases that a norm removes; volumes of twice the size; convolutions of few
+channels to few; depthwise ones; volumes times one channel; convolutions of few channels over groups of voxels, or with
+channels of zeros; attention without stored scores; layer norms of short lines."""
 
 _off: set[str] = set()
 

@@ -28,7 +28,7 @@ BACKWARD_HOOKS, BACKWARD_PRE_HOOKS = "_backward_hooks", "_backward_pre_hooks"
 FORWARD_HOOKS_WITH_KWARGS = "_forward_hooks_with_kwargs"
 FORWARD_PRE_HOOKS_WITH_KWARGS = "_forward_pre_hooks_with_kwargs"
 FORWARD_HOOKS_ALWAYS_CALLED = "_forward_hooks_always_called"
-"""Attributes of a module: which of its hooks want keywords, and which are called after a failure too."""
+"""Attributes of a module: its hooks that receive keywords, and its hooks that are called after a failure too."""
 
 POST_ACCUMULATE_GRAD_HOOKS = "_post_accumulate_grad_hooks"
 """Attribute of a parameter: its hooks after the sum of its gradient, by number, or None."""

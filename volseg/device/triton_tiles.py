@@ -106,7 +106,7 @@ def halve(tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def is_narrow(tensor: Tensor, tile: tuple[int, int]) -> bool:
-    """Return whether lines of channels begin at uneven places, so that each element is loaded by itself."""
+    """Return whether lines of channels begin at uneven places, so that each element is loaded separately."""
     return tile[1] > 1 and tensor.shape[1] % 8 != 0
 
 

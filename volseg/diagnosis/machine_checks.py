@@ -69,7 +69,7 @@ def check_memory(system: Section) -> Said:
     if free >= SCARCE_MEMORY:
         yield "memory", "ok", told
         return
-    remedy = "stop other programs (ps aux --sort=-rss | head), or volseg train ... --set data.keep=auto"
+    remedy = "stop other programs (ps aux --sort=-rss | head), or use a machine with more memory"
     if whole < min(there, SCARCE_MEMORY):
         remedy = "docker run --memory=0 ..., or ask the scheduler for more: srun --mem=32G"
     why = "preparing a case needs several copies of it in memory; the system kills processes when memory runs out"
@@ -108,7 +108,7 @@ def check_cores(system: Section, torch: Section | None = None) -> Said:
     told += f", {cores / gpus:g} per GPU" if gpus else ""
     if cores < gpus * CORES_PER_GPU:
         why = f"with fewer than {CORES_PER_GPU} per GPU, the first epoch waits while cases are prepared"
-        remedy = "docker run --cpus=0 ..., srun --cpus-per-task=16, or set data.cache to prepare cases only once"
+        remedy = "docker run --cpus=0 ..., srun --cpus-per-task=16, or keep data.cache=auto to prepare cases only once"
         yield "cores", "warning", told, why, remedy
     else:
         yield "cores", "ok", told

@@ -85,12 +85,12 @@ class Marked(NamedTuple):
 
     @staticmethod
     def check_outputs(leaves: Sequence[Any]) -> None:
-        """Refuse a result that may hide tensors, to which no sum would be tied."""
+        """Refuse a result that may hide tensors, which could not be tied to the sums."""
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and describe_plain(leaf) is None:
                 raise ParallelError(
-                    f"the network returns a {type(leaf).__name__}, whose tensors cannot be tied to the sums of "
-                    "replicas; return tensors, in tuples, lists or dicts"
+                    f"the network returns a {type(leaf).__name__}, in which DataParallel cannot find the tensors; "
+                    "return tensors, in tuples, lists or dicts"
                 )
 
     def tie(self, outputs: Sequence[Tensor]) -> list[Tensor]:

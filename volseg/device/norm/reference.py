@@ -1,6 +1,6 @@
-"""Arithmetic of the norms on one slab in plain torch: it defines what the kernels compute.
+"""Arithmetic of the norms on one slab in plain torch: it defines the results of the kernels.
 
-A norm and the activation behind it are one pass: ``act(slab * scale + shift)``. Half precision is widened to float32
+A norm and the following activation are one pass: ``act(slab * scale + shift)``. Half precision is widened to float32
 inside and rounded once at the end. ``(B, C)`` values broadcast over the voxels.
 """
 

@@ -84,7 +84,7 @@ class NnunetModel:
     """Content of a model folder."""
 
     folder: Path
-    """Folder of the model; for a checkpoint outside of its folder, the file."""
+    """Folder of the model; for a checkpoint outside its folder, the file."""
     plan: NnunetPlan
     task: Task
     mirror_axes: tuple[int, ...]
