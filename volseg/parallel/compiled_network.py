@@ -251,7 +251,7 @@ class CompiledNetwork(nn.Module):
         hooked = next((path for path, part in self.net.named_modules() if any(getattr(part, k) for k in HOOKS)), None)
         reason = None
         if strange or not all(has_values(tensor.device) for tensor in given):
-            reason = f"an argument is a {strange[0] if strange else 'tensor without values'}; pass plain tensors"
+            reason = f"an argument {'is of type ' + strange[0] if strange else 'has no values'}; pass plain tensors"
         elif count_dispatch_modes() or find_transform() is not None:
             reason = "a TorchDispatchMode or a transform of torch.func is active; call it outside"
         elif any(HOOKS_OF_ALL_MODULES) or hooked is not None:
