@@ -284,10 +284,7 @@ def test_modes_and_tensors_that_would_run_it_plain_are_refused(traced):
 
     model = CompiledNetwork(nn.Conv3d(1, 1, 1))
     image = torch.ones(1, 1, 2, 2, 2)
-    with (
-        FlopCounterMode(display=False),
-        pytest.raises(ParallelError, match="a TorchDispatchMode or a transform of torch.func is active"),
-    ):
+    with FlopCounterMode(display=False), pytest.raises(ParallelError, match="a TorchDispatchMode or a transform of"):
         model(image)
     with pytest.raises(ParallelError, match="an argument is of type Own"):
         model(image.as_subclass(Own))
