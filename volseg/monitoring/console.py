@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 Form = Literal["text", "json", "quiet"]
 
 LOGS = "VOLSEG_LOGS"
-"""Variable of the environment: ``text``, ``json``, ``quiet`` or ``json,quiet``, for processes that a command starts as
-for its own."""
+"""Environment variable: ``text``, ``json``, ``quiet`` or ``json,quiet``, for a command's own process and the processes
+that it starts."""
 
 FIELDS = "fields"
 """Attribute of a log record with additional fields for its line of JSON: ``extra={FIELDS: {...}}``."""

@@ -32,9 +32,9 @@ class DeviceMemory:
 
     device: str
     used: int
-    """Allocated to tensors: ``torch.cuda.max_memory_allocated``."""
+    """Bytes allocated to tensors: ``torch.cuda.max_memory_allocated``."""
     reserved: int
-    """Reserved from the device: ``torch.cuda.max_memory_reserved``."""
+    """Bytes reserved from the device: ``torch.cuda.max_memory_reserved``."""
     process: int = 0
 
 

@@ -28,7 +28,7 @@ class ReportedCase:
 
     name: str
     metrics: Mapping[str, Mapping[str, float]]
-    """By label and metric; infinite if only one label map has the label, NaN if neither has it."""
+    """Values by label and metric; infinite if only one label map has the label, NaN if neither has it."""
 
     @property
     def dice(self) -> float:
@@ -41,7 +41,7 @@ class Scores:
     """A ``summary.json``."""
 
     labels: Mapping[str, str]
-    """Key to name, without the background."""
+    """Names of the labels by key, without the background."""
     cases: Sequence[ReportedCase]
     dice: float
     """Mean over the labels of the means over the cases."""
@@ -84,11 +84,11 @@ class Told:
     problems: Sequence[str] = ()
     remarks: Sequence[str] = ()
     published: Sequence[Mapping[str, Any]] = ()
-    """Of `volseg.evaluation.scoring.published_results`."""
+    """Result of `volseg.evaluation.scoring.published_results`."""
     memory: str | None = None
     replanned: str | None = None
     patients: Mapping[str, str] = field(default_factory=dict)
-    """``summary`` and ``warning``, which may be empty."""
+    """Texts ``summary`` and ``warning``, which may be empty."""
 
 
 MAPPING = TypeAdapter(dict[str, Any])
