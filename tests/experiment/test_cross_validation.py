@@ -278,7 +278,7 @@ def test_published_results_stand_beside_ones_own(quick, finished, task, tmp_path
     assert cells == ["nnU-Net 3d_fullres", "5-fold cross-validation", "260", "0.8975", "0.8807", "0.8891", source]
     assert "0.90 " in report  # the test set's two digits stay two
     assert "0.895 " in report
-    assert "compare only roughly: those may be easier or harder." in report
+    assert "may be easier or harder: results compare only roughly." in report
     written = json.loads((tmp_path / "run" / "cross_validation.json").read_text(encoding="utf-8"))
     assert written["published"][0]["dice"] == {"1": 0.8975, "2": 0.8807}
 

@@ -191,9 +191,9 @@ def test_label_maps_that_do_not_fit_are_refused(cases, tmp_path, monkeypatch):
 
     with pytest.raises(DataError, match=r"has the shape \(2, 2, 2\), but its image has \(12, 16, 10\)"):
         attempt(np.ones((2, 2, 2), dtype=np.uint8))
-    with pytest.raises(DataError, match=r"a\.nii\.gz has values from 0\.5 to 0\.5; a label map needs whole numbers"):
+    with pytest.raises(DataError, match=r"a\.nii\.gz has 0\.5 to 0\.5, not whole numbers from 0 to 16777215"):
         attempt(np.full((12, 16, 10), 0.5, dtype=np.float32))
-    with pytest.raises(ConfigError, match=r"image\.nii\.gz has 1 channel\(s\), counted from 0; got 2"):
+    with pytest.raises(ConfigError, match=r"image\.nii\.gz has 1 channel\(s\) \(0-based\), got 2"):
         attempt(np.ones((12, 16, 10), dtype=np.uint8), channel=2)
 
 

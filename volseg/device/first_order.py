@@ -55,9 +55,8 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise UnsupportedOperatorError(
                 "a tensor was changed in place after a norm, a sum, a concatenation, a convolution or attention had "
-                "read it, but the gradient needs its old value: change a copy, or change it before it is read. Some "
-                "operators of volseg save inputs where those of a plain network save outputs. torch says: "
-                f"{error}"
+                "read it, but the gradient needs its old value: change a copy, or change it before it is read. volseg "
+                f"saves inputs of some operators where a plain network saves outputs. torch says: {error}"
             ) from error
 
     return once

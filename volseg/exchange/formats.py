@@ -325,12 +325,10 @@ def require_same_logits(network: nn.Module, made: Callable[[Tensor], Any], shape
         with torch.no_grad(), _refusing(kind, network):
             expected, found = network(image), made(image)
         if not isinstance(found, Tensor) or found.shape != expected.shape:
-            raise ConfigError(
-                f"the {kind} export returns another shape for an image of {tuple(image.shape)}: not written"
-            )
+            raise ConfigError(f"the {kind} export returns another shape for {tuple(image.shape)}: it is not written")
         apart = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
         if not apart <= TOLERANCE:
             raise ConfigError(
-                f"the {kind} export returns other logits for an image of {tuple(image.shape)}: they differ by "
-                f"{apart:.2g} of the largest logit, but at most {TOLERANCE:g} is allowed: not written"
+                f"the {kind} export returns other logits for {tuple(image.shape)}: they differ by {apart:.2g} of the "
+                f"largest logit, but at most {TOLERANCE:g} is allowed: it is not written"
             )

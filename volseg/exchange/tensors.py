@@ -64,9 +64,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
         tensor = tensors[name]
         if not isinstance(tensor, Tensor) or tensor.dtype not in NAMES:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise CheckpointError(
-                f"safetensors cannot store {kind}, the type of {name}; supported: {', '.join(DTYPES)}"
-            )
+            raise CheckpointError(f"safetensors cannot store {kind}, the type of {name}; use {', '.join(DTYPES)}")
         tensor = tensor.detach().cpu().contiguous()
         content = tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
         end = offset + len(content)

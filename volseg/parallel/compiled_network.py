@@ -301,11 +301,10 @@ def _require_gradients(numbers: Sequence[int], gradients: Sequence[Tensor | None
     """Refuse a backward pass that skips some outputs of a node."""
     if missing := [place for place, number in enumerate(numbers) if gradients[number] is None]:
         raise ParallelError(
-            f"backward() does not reach outputs {missing} (counted from 0) of the {len(numbers)} outputs of a compiled "
-            "network (or of a piece of it, including tensors that it stores as attributes): parameters that only these "
-            "outputs need would get zeros instead of no gradient, and an optimizer would apply weight decay to them; "
-            "use every output in the loss of one backward(), or run the plain network (in a config training.kernels: "
-            "torch)"
+            f"backward() does not reach outputs {missing} (counted from 0) of the {len(numbers)} of a compiled network "
+            "(or of a piece of it, with tensors that it stores as attributes): parameters that only these outputs need "
+            "would get zeros instead of no gradient, and an optimizer would apply weight decay to them; use every "
+            "output in the loss of one backward(), or run the plain network (in a config training.kernels: torch)"
         )
 
 

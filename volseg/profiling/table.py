@@ -130,8 +130,7 @@ def advise(report: ProfileReport) -> list[str]:
         (
             sum(kind.share for kind in report.kinds if kind.bound is not None and kind.bound < SMALL * kind.calls),
             MOSTLY,
-            "is spent in kernels too small for this GPU: they hardly take longer with a larger patch.size or "
-            "patch.batch",
+            "is spent in kernels too small for this GPU: a larger patch.size or patch.batch hardly slows them down",
         ),
         (
             sum_kinds("convolution", "product") if is_gpu and report.precision == "float32" else 0.0,

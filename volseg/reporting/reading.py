@@ -167,9 +167,7 @@ def read_run(folder: str | Path) -> RunRecord:
         parts=parts,
         status=status,
         memory=read_json(folder / "memory.json", missing, "the memory of the GPUs", optional=True),
-        replanned=read_json(
-            folder / "replanned.json", missing, "the settings changed after running out of memory", optional=True
-        ),
+        replanned=read_json(folder / "replanned.json", missing, "the changed settings", optional=True),
         told=read_json(folder / TOLD, missing, "cases left out and published results", kind=_TOLD, optional=True)
         or Told(),
         scores=scores,

@@ -67,7 +67,7 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
         compose.section("Config", lambda: [content.Code("config.yaml, every value", record.config_text)]),
         compose.section("Environment", lambda: describe_environment(record.environment)),
     ]
-    subtitle = compose.attempt("the name of the training", lambda: _name_training(record), "A training")
+    subtitle = compose.attempt("the subtitle", lambda: _name_training(record), "A training")
     headline = compose.attempt("the headline", lambda: _make_headline(record), list[tuple[str, str]]())
     return compose.finish(
         record.folder,

@@ -74,9 +74,7 @@ def _tabulate_labels(scores: Scores) -> list[content.Block]:
     told = []
     if any(metric in UNITS for metric in scores.metrics):
         told.append(
-            content.Text(
-                "Undefined: only the label map or only the prediction has the label. Means leave these cases out."
-            )
+            content.Text("Undefined: only one of label map and prediction has the label; means omit these cases.")
         )
     tolerances = sorted(set(((scores.summary.get("settings") or {}).get("tolerance_mm") or {}).values()))
     if tolerances:
@@ -123,10 +121,7 @@ def _tabulate_cases(scores: Scores) -> list[content.Block]:
     ]
     return [
         content.TextTable(
-            caption="All cases, lowest Dice first; click a column title to sort",
-            header=header,
-            rows=rows,
-            sortable=True,
+            caption="All cases, lowest Dice first; click a column to sort", header=header, rows=rows, sortable=True
         )
     ]
 
@@ -160,9 +155,7 @@ def tabulate_published(
     header = ("method", "evaluation", "cases", *names, "mean", "source")
     caption = "Dice and published results; for cross-validations, the mean over the folds"
     table = content.TextTable(caption=caption, header=header, rows=[first, *rows], bold=frozenset([0]))
-    told = (
-        "Results on other cases, such as a challenge's test set, compare only roughly: those may be easier or harder."
-    )
+    told = "Other cases, such as a challenge's test set, may be easier or harder: results compare only roughly."
     return [table, content.Text(told)]
 
 

@@ -71,9 +71,7 @@ def describe_crossed(record: CrossedRecord) -> content.ReportContent:
             lambda: describe_environment(record.results.get("environment") or (first.environment if first else {})),
         ),
     ]
-    subtitle = compose.attempt(
-        "the name of the training", lambda: _name_training(record, config, first), "Cross-validation"
-    )
+    subtitle = compose.attempt("the subtitle", lambda: _name_training(record, config, first), "Cross-validation")
     state = compose.attempt("the number of finished folds", lambda: _find_state(record, whole), "state unknown")
     headline = compose.attempt("the headline", lambda: _make_headline(record, whole), list[tuple[str, str]]())
     name = compose.attempt("the name", lambda: config.get("name"), None)

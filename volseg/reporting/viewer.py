@@ -115,9 +115,7 @@ class _Page:
         """Store the volumes of a case; return its description for the page's script."""
         image = read_volume(case.image)
         if not 0 <= self._channel < len(image):
-            raise ConfigError(
-                f"{name_files(case.image)} has {len(image)} channel(s), counted from 0; got {self._channel}"
-            )
+            raise ConfigError(f"{name_files(case.image)} has {len(image)} channel(s) (0-based), got {self._channel}")
         grid = Grid.of(image)
         steps = self._choose_steps(grid, case.name)
         affine = grid.affine.numpy() @ np.diag([*steps, 1])
@@ -162,10 +160,7 @@ class _Page:
         values = labels[0].numpy(force=True)
         found = np.unique(values)
         if not (0 <= found[0] <= found[-1] <= LARGEST_VALUE and np.array_equal(found, found.round())):
-            raise DataError(
-                f"{file} has values from {found[0]:g} to {found[-1]:g}; a label map needs whole numbers from 0 to "
-                f"{LARGEST_VALUE}"
-            )
+            raise DataError(f"{file} has {found[0]:g} to {found[-1]:g}, not whole numbers from 0 to {LARGEST_VALUE}")
         table = np.zeros(int(found[-1]) + 1, dtype=np.uint16)
         for value in map(int, found[found > 0]):
             table[value] = self._indices.setdefault(value, len(self._indices) + 1)

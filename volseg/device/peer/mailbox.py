@@ -272,8 +272,6 @@ class Mailbox(ABC):
             found.patience = PATIENCE
             dist.all_gather_object(reached, came, group=group)
         if not all(reached):
-            logger.info(
-                "GPUs exchange %s through NCCL, as direct writes do not reach the other GPUs' memory", cls.CARRIES
-            )
+            logger.info("GPUs exchange %s through NCCL, as direct writes do not reach other GPUs", cls.CARRIES)
             return None
         return found

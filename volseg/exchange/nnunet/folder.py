@@ -189,9 +189,7 @@ def _choose_folds(folder: Path, checkpoint: str, wanted: Sequence[str | int] | N
     found = sorted(path.parent.name[5:] for path in folder.glob(f"fold_*/{checkpoint}"))
     if wanted is not None:
         if absent := [str(fold) for fold in wanted if str(fold) not in found]:
-            raise CheckpointError(
-                f"{folder} has no fold_{absent[0]}/{checkpoint}; folds with it: {', '.join(found) or 'none'}"
-            )
+            raise CheckpointError(f"{folder} has no fold_{absent[0]}/{checkpoint}; it has folds {', '.join(found)}")
         return [str(fold) for fold in wanted]
     numbered = [fold for fold in found if fold != "all"]
     if not found:

@@ -120,9 +120,7 @@ def _normalise(channel: Tensor, inside: Tensor, plan: NnunetPlan, number: int) -
             scaled = scaled / max(scaled.max(), LEAST_DEVIATION)
         case "RGBTo01Normalization":
             if voxels.min() < 0 or voxels.max() > 255:
-                raise DataError(
-                    f"channel {number} needs colours from 0 to 255, got {voxels.min():g} to {voxels.max():g}"
-                )
+                raise DataError(f"channel {number} needs colours 0 to 255, got {voxels.min():g} to {voxels.max():g}")
             scaled = voxels / 255
         case _:
             scaled = voxels
