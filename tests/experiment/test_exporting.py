@@ -93,8 +93,8 @@ def change_manifest(**changes):
         (lambda members: {**members, "0/task.json": members["0/task.json"] + b" "}, "does not match the hashes"),
         (lambda members: {**members, "0/more.json": b"{}"}, "does not match the hashes"),
         (change_manifest(files=None), "does not match the hashes"),
-        (change_manifest(version=3), r"that volseg .* reads: needed .*'version': 2"),
-        (change_manifest(format="other"), "reads: needed .*volseg-model"),
+        (change_manifest(version=3), r"that volseg .* reads .*'version': 2"),
+        (change_manifest(format="other"), "reads .*volseg-model"),
         (change_manifest(networks=3), r"has no 1/weights\.safetensors"),
         (change_manifest(networks="many"), "how many networks it holds, got 'many'"),
         (lambda members: {**members, "manifest.json": b"{"}, "is damaged, or volseg export did not write it"),
@@ -108,7 +108,7 @@ def test_what_was_changed_is_refused(archive, tmp_path, change, message):
 def test_a_cut_file_is_refused(archive, tmp_path):
     cut = tmp_path / "cut.zip"
     cut.write_bytes(archive.read_bytes()[:-2000])
-    with pytest.raises(ConfigError, match="is no model; name a run folder of volseg train"):
+    with pytest.raises(ConfigError, match="is not a model; name a run folder of volseg train"):
         load_trained(cut)
     with pytest.raises(CheckpointError, match="is damaged, or volseg export did not write it"):
         read_archive(cut)
