@@ -265,10 +265,8 @@ def test_packages_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "path", [str(one)])
     found = gather_packages()
     assert found["versions"] == {"monai": "1.5", "gone": None, "numpy": "1.2"}
-    assert found["unmet"] == [
-        "volseg needs monai>=2, but 1.5 is installed",
-        "volseg needs gone, but it is not installed",
-    ]
+    unmet = ["monai>=2, but 1.5 is installed", "gone, but it is not installed"]
+    assert found["unmet"] == [f"volseg needs {one}" for one in unmet]
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # where no package says what it is
     found = gather_packages()
     assert (found["is_installed"], found["unmet"]) == (False, [])

@@ -153,10 +153,7 @@ def test_numbers_of_numpy_are_read_and_damaged_files_named(model):
     with pytest.raises(CheckpointError, match=r"is damaged, or torch\.save did not write it"):
         read_checkpoint(file)
     torch.save({"state_dict": {}}, file)
-    with pytest.raises(
-        CheckpointError,
-        match="is not a checkpoint of nnU-Net 2, which contains network_weights, init_args, trainer_name",
-    ):
+    with pytest.raises(CheckpointError, match="2, which contains network_weights, init_args, trainer_name"):
         read_checkpoint(file)
 
 
@@ -198,11 +195,8 @@ def built(name=None, **arguments):
     ("changes", "message"),
     [
         ({"patch_size": [24, 24]}, r"is not a 3D configuration \(patch_size \[24, 24\]\); name the folder of 3d"),
-        (
-            {"previous_stage": "3d_lowres"},
-            "is the second stage of a cascade, which also needs the label maps of 3d_lowres",
-        ),
-        ({"preprocessor_name": "MyPreprocessor"}, "names the MyPreprocessor; supported"),
+        ({"previous_stage": "3d_lowres"}, "second stage of a cascade, which also needs the label maps of 3d_lowres"),
+        ({"preprocessor_name": "MyPreprocessor"}, "preprocesses with MyPreprocessor; supported"),
         ({"plans__image_reader_writer": "NaturalImage2DIO"}, "reads images by NaturalImage2DIO"),
         ({"normalization_schemes": ["CTNormalization", "MyScheme"]}, "normalises by MyScheme; .*CTNormalization"),
         ({"resampling_fn_data": "my_resampling"}, "resampling_fn_data names 'my_resampling'"),
@@ -214,7 +208,7 @@ def built(name=None, **arguments):
         ({"architecture": built(nonlin_kwargs={"negative_slope": 0.2})}, "a leaky ReLU of slope 0.01"),
         ({"architecture": built(squeeze=True)}, "the parameter 'squeeze', which is not supported"),
         # The first two were passed over; the rest ended in a traceback.
-        ({"plans__label_manager": "MyOwn"}, "names the MyOwn; supported: LabelManager"),
+        ({"plans__label_manager": "MyOwn"}, "label manager MyOwn; supported: LabelManager"),
         ({"plans__transpose_backward": [2, 2, 2]}, r"transpose_backward should undo transpose_forward .*got \[2, 2, 2"),
         ({"plans__transpose_forward": [0, None, 1]}, "should be an order of 0, 1, 2, got .0, None, 1"),
         ({"plans__transpose_forward": [0, 1, 1]}, r"transpose_forward should be an order of 0, 1, 2, got \[0, 1, 1\]"),

@@ -108,9 +108,7 @@ def test_finished_folds_are_kept_and_the_rest_joins_them(quick, finished, tmp_pa
     checkpoint = kept.checkpoints / "latest.pt"
     written_at = checkpoint.stat().st_mtime_ns
     assert [fold.number for fold in cross_validate(quick(), folds=[2]).folds] == [2]
-    assert "Incomplete: only fold(s) 2 of 3 are finished." in (tmp_path / "run" / "report.md").read_text(
-        encoding="utf-8"
-    )
+    assert "only fold(s) 2 of 3 are finished." in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
     caplog.set_level("INFO")
     second = cross_validate(quick("data.keep=memory"), folds=[2, 0])  # where the data lie is no other experiment
     assert "fold 2 is finished already" in caplog.text

@@ -290,10 +290,7 @@ def test_modes_and_tensors_that_would_run_it_plain_are_refused(traced):
         model(image.as_subclass(Own))
     with pytest.raises(ParallelError, match=r"a transform of torch\.func is active"):
         torch.func.vmap(model)(image[None])
-    with (
-        forward_ad.dual_level(),
-        pytest.raises(UnsupportedOperatorError, match="a compiled Conv3d supports only reverse"),
-    ):
+    with forward_ad.dual_level(), pytest.raises(UnsupportedOperatorError, match="compiled Conv3d supports only rev"):
         model(forward_ad.make_dual(image, image))
 
 

@@ -96,9 +96,7 @@ def test_a_network_is_placed_on_devices_that_are_there(gpus):
         with pytest.raises(ParallelError, match="devices names cuda:0, which does not exist; available: cpu"):
             ModelParallel(torch.nn.Conv3d(1, 2, 3), strategy=strategy, devices=["cuda:0", "cuda:1"])
     gpus(2)
-    with pytest.raises(
-        ParallelError, match="devices names cuda:2, which does not exist; available: cpu, cuda:0, cuda:1"
-    ):
+    with pytest.raises(ParallelError, match="names cuda:2, which does not exist; available: cpu, cuda:0, cuda:1"):
         ModelParallel(torch.nn.Conv3d(1, 2, 3), devices=[2])
 
 

@@ -114,14 +114,8 @@ def test_keywords_are_short_for_the_options_of_a_strategy(keywords, options):
             {"split_size": 2, "checkpoint": "all"},
             "'all' is not an option of a pipeline .*leave it out, or pass another str",
         ),
-        (
-            {"strategy": Spatial(), "checkpoint": "all"},
-            r"checkpoint cannot be combined with .* pass options to Spatial\(...\)",
-        ),
-        (
-            {"strategy": Pipeline(), "split_size": 2},
-            r"split_size cannot be combined with .* pass options to Pipeline\(...\)",
-        ),
+        ({"strategy": Spatial(), "checkpoint": "all"}, r"checkpoint cannot be combined .* to Spatial\(...\)"),
+        ({"strategy": Pipeline(), "split_size": 2}, r"split_size cannot be combined .* to Pipeline\(...\)"),
         ({"strategy": 3}, r"must be one of auto, spatial, pipeline, got 3; or Spatial\(...\), Pipeline\(...\)"),
         ({"split_size": 2, "record": "graphs"}, "record must be 'auto', True or False, got 'graphs'"),
         ({"split_size": 2, "record": 1}, "record must be 'auto', True or False, got 1"),

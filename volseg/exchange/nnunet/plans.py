@@ -213,9 +213,9 @@ def _read_plan(plans: Any, file: Path, name: str) -> NnunetPlan:
         raise ConfigError(f"{where} is not a 3D configuration (patch_size {given.get('patch_size')}); "
                           f"name the folder of {' or '.join(CONFIGURATIONS)}")  # fmt: skip
     if given.get("preprocessor_name", "DefaultPreprocessor") != "DefaultPreprocessor":
-        raise ConfigError(f"{where} names the {given['preprocessor_name']}; supported: DefaultPreprocessor")
+        raise ConfigError(f"{where} preprocesses with {given['preprocessor_name']}; supported: DefaultPreprocessor")
     if plans.get("label_manager", "LabelManager") != "LabelManager":
-        raise ConfigError(f"{where} names the {plans['label_manager']}; supported: LabelManager")
+        raise ConfigError(f"{where} uses the label manager {plans['label_manager']}; supported: LabelManager")
     reader = plans.get("image_reader_writer")
     if reader not in READERS:
         raise ConfigError(f"{where} reads images by {reader}; supported: {', '.join(READERS)}")
