@@ -335,7 +335,7 @@ def test_what_holds_no_weights_is_refused_and_leaves_no_run(first, task, tuning_
         ("gone.pt", ConfigError, "does not exist"),
         ("code.pt", CheckpointError, "contains more than tensors, plain values .*code \\(GLOBAL .*print\\)"),
         ("none.pt", CheckpointError, "holds no state_dict"),
-        ("a.safetensors", CheckpointError, "a.safetensors is damaged: 0 bytes"),
+        ("a.safetensors", CheckpointError, "a.safetensors is damaged: it has only 0 bytes"),
         ("empty.safetensors", CheckpointError, "holds no weights"),
     ):
         with pytest.raises(error, match=message):
