@@ -171,7 +171,7 @@ def test_a_failed_attempt_leaves_earlier_recordings_watched(made: SimpleNamespac
 def test_what_could_change_unnoticed_is_not_recorded(made: SimpleNamespace) -> None:
     made.net.drawing = np.random.default_rng(0)
     assert calls(made, 3) == ["ran"] * 3
-    assert "has drawing, whose changes cannot be noticed" in made.recorder.refused
+    assert "has drawing, whose changes cannot be detected" in made.recorder.refused
 
 
 def test_what_a_step_changes_itself_does_not_end_the_recording(made: SimpleNamespace) -> None:
