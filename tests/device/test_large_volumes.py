@@ -197,7 +197,7 @@ def test_more_voxels_than_are_counted_are_for_torch(monkeypatch: pytest.MonkeyPa
         assert choice.is_one_voxel(promise((1, 1, planes, side, side)), head, plain) is taken
     part = upsample2x.DoubledPart(side, 0, (0, 2 * side))
     with pytest.raises(
-        ParallelError, match=r"counts 1073741824 voxels of a channel at most, but the result of \(1, 1, "
+        ParallelError, match=r"supports at most 1073741824 voxels per channel, but the result of \(1, 1, "
     ):
         upsample2x.double(promise((1, 1, side, side, side)), part, linear=True)
 

@@ -215,6 +215,6 @@ def test_a_graph_is_compiled_without_graphs_of_cuda():
 
 def test_a_machine_without_a_compiler_is_told(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "there is no compiler of it here" in of_compiler.explain_no_compiler(CPU)
+    assert "needs a C++ compiler for the CPU" in of_compiler.explain_no_compiler(CPU)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/g++")
     assert of_compiler.explain_no_compiler(CPU) is None

@@ -85,5 +85,5 @@ def test_all_are_on_but_where_they_are_switched_off() -> None:
 
 
 def test_an_unknown_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"no fusion is called \['paris'\]; there are pooled statistics, "):
+    with pytest.raises(ValueError, match=r"unknown fusions \['paris'\]; available: pooled statistics, "):
         fusions.without("paris").__enter__()

@@ -81,7 +81,7 @@ def test_limits_of_a_process_are_found() -> None:
     system = answer(["prlimit", "--nofile=100:200"], "system")
     assert [system[key] for key in ("open_files", "open_files_hard")] == [100, 200]
     found = {one.check: (one.level, one.found) for one in check({"system": system})}
-    assert found["open_files"] == ("error", "100 open files a process")
+    assert found["open_files"] == ("error", "at most 100 open files per process")
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
@@ -132,11 +132,11 @@ def test_a_gatherer_that_hangs_is_ended_with_what_it_started_and_named(tmp_path:
     pids = tmp_path / "pids"
     code = 'sleep 600 & echo $! > "$1"; echo waiting for a GPU >&2; wait'
     failure = ask("links", ("sh", "-c", code, "sh", str(pids)), 3)
-    reason = "no answer within 3 s; its last words: waiting for a GPU"
+    reason = "no answer within 3 s; its last output: waiting for a GPU"
     assert failure == {"name": "links", "reason": reason, "timed_out": True}
     (finding,) = check({"failures": [failure]})
     assert (finding.check, finding.level) == ("links", "error")
-    assert "ended by its time limit" in finding.found
+    assert "timed out" in finding.found
     child = Path(f"/proc/{pids.read_text(encoding='utf-8').strip()}/stat")
     while child.exists() and child.read_text(encoding="utf-8").split()[2] != "Z":  # the kill is on its way
         time.sleep(0.01)
@@ -149,7 +149,7 @@ def test_a_gatherer_that_hangs_is_ended_with_what_it_started_and_named(tmp_path:
         (sys.executable, "import sys; sys.exit(3)", "exit status 3"),
         (sys.executable, "import sys; sys.exit('a:1:2 NCCL WARN refused\\nNCCL WARN b\\nerror')", "refused | error"),
         (sys.executable, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "exit status -11"),
-        (sys.executable, "print('[]')", "no such facts"),
+        (sys.executable, "print('[]')", "its output is not a JSON object: '[]"),
         (sys.executable, "print('hello')", "hello"),
         ("/nowhere/python", "", "could not be started"),
     ],
@@ -265,7 +265,8 @@ def test_packages_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "path", [str(one)])
     found = gather_packages()
     assert found["versions"] == {"monai": "1.5", "gone": None, "numpy": "1.2"}
-    assert found["unmet"] == ["volseg needs monai>=2, installed is 1.5", "volseg needs gone, which is not installed"]
+    unmet = ["monai>=2, but 1.5 is installed", "gone, but it is not installed"]
+    assert found["unmet"] == [f"volseg needs {one}" for one in unmet]
     monkeypatch.setattr(sys, "path", [str(tmp_path)])  # where no package says what it is
     found = gather_packages()
     assert (found["is_installed"], found["unmet"]) == (False, [])
@@ -306,4 +307,4 @@ def test_the_verb_tells_by_its_status_and_holds_in_a_locale_without_utf8(tmp_pat
     ran = subprocess.run(command, capture_output=True, cwd=tmp_path, env=plain)
     told = ran.stdout.decode("ascii")
     assert ran.returncode == 1, ran.stderr
-    assert re.search(r"^ERROR +disk\.runs +/proc/self takes no file", told, re.MULTILINE)
+    assert re.search(r"^ERROR +disk\.runs +/proc/self is not writable", told, re.MULTILINE)

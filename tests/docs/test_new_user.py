@@ -62,4 +62,4 @@ def test_the_tutorial_runs_as_it_is_written(clone, shell):
     assert "all 12 cases of Task04_Hippocampus can be used" in told
     report = (clone / "runs" / "my_task" / "report.md").read_text(encoding="utf-8")
     assert "; epochs 2;" in report
-    assert " in 2 parts, as it was resumed" in report
+    assert " in 2 parts, as the training was resumed" in report

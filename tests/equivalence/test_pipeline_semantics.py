@@ -366,7 +366,7 @@ def test_the_partition_is_printable_after_the_first_call_and_its_layers_can_be_c
     ("arguments", "message"),
     [
         ({"split_size": 0}, "split_size is a number of samples .* got 0"),
-        ({"split_size": 1, "devices": []}, "devices is a sequence of one device or more"),
+        ({"split_size": 1, "devices": []}, "devices must be a sequence of at least one device"),
         ({"split_size": 1, "cuts": ["b", "c", "d"]}, "3 cuts make 4 stages, but there are 3 devices"),
         ({"split_size": 1, "mesh": "any"}, "takes no mesh; for replicas wrap it: DataParallel"),
     ],

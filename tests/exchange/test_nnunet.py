@@ -114,7 +114,9 @@ def test_folds_are_an_ensemble(model):
     assert len(load_trained(model).models) == 2
     with pytest.raises(CheckpointError, match=r"has no fold_7/checkpoint_final\.pth; it has folds 0, 1, all"):
         read_nnunet(model, folds=[7])
-    with pytest.raises(CheckpointError, match=r"no fold with checkpoint_best\.pth; .*have: checkpoint_final\.pth"):
+    with pytest.raises(
+        CheckpointError, match=r"no fold with checkpoint_best\.pth; choose from checkpoint_final\.pth by"
+    ):
         load_trained(model, checkpoint="best")
 
 
@@ -153,7 +155,7 @@ def test_numbers_of_numpy_are_read_and_damaged_files_named(model):
     with pytest.raises(CheckpointError, match=r"is damaged, or torch\.save did not write it"):
         read_checkpoint(file)
     torch.save({"state_dict": {}}, file)
-    with pytest.raises(CheckpointError, match="should hold network_weights, init_args, trainer_name"):
+    with pytest.raises(CheckpointError, match="2, which contains network_weights, init_args, trainer_name"):
         read_checkpoint(file)
 
 
@@ -161,7 +163,7 @@ def test_numbers_of_numpy_are_read_and_damaged_files_named(model):
     ("ending", "change", "message"),
     [
         ("decoder.transpconvs.0.bias", lambda _: None, r"has no tensor 'decoder\.transpconvs\.0\.bias'"),
-        ("encoder.extra.weight", lambda _: torch.zeros(1), r"'encoder\.extra\.weight', for which the network of its"),
+        ("encoder.extra.weight", lambda _: torch.zeros(1), r"'encoder\.extra\.weight', which the network of its"),
         ("decoder.seg_layers.1.weight", lambda tensor: torch.zeros(3, *tensor.shape[1:]), r"seg_layers\.1\.weight has"),
         ("decoder.transpconvs.0.weight", torch.Tensor.to_sparse, r"transpconvs\.0\.weight holds float32 \(torch"),
         ("decoder.transpconvs.0.bias", lambda _: torch.zeros(1).expand(10**6, 10**6), r"transpconvs\.0\.bias holds"),
@@ -194,21 +196,21 @@ def built(name=None, **arguments):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"patch_size": [24, 24]}, r"takes planes \(patch_size \[24, 24\]\); volumes are predicted here"),
-        ({"previous_stage": "3d_lowres"}, "is the second stage of a cascade, which takes the label maps of 3d_lowres"),
-        ({"preprocessor_name": "MyPreprocessor"}, "prepares images by MyPreprocessor"),
+        ({"patch_size": [24, 24]}, r"is not a 3D configuration \(patch_size \[24, 24\]\); name the folder of 3d"),
+        ({"previous_stage": "3d_lowres"}, "second stage of a cascade, which also needs the label maps of 3d_lowres"),
+        ({"preprocessor_name": "MyPreprocessor"}, "preprocesses with MyPreprocessor; supported"),
         ({"plans__image_reader_writer": "NaturalImage2DIO"}, "reads images by NaturalImage2DIO"),
         ({"normalization_schemes": ["CTNormalization", "MyScheme"]}, "normalises by MyScheme; .*CTNormalization"),
         ({"resampling_fn_data": "my_resampling"}, "resampling_fn_data names 'my_resampling'"),
-        ({"resampling_fn_probabilities_kwargs": {"order": 3}}, "takes splines of order 3; supported: 1"),
-        ({"resampling_fn_data_kwargs": {"ordr": 3}}, "the argument 'ordr', which is not known"),
+        ({"resampling_fn_probabilities_kwargs": {"order": 3}}, "uses splines of order 3; supported: 1"),
+        ({"resampling_fn_data_kwargs": {"ordr": 3}}, "the argument 'ordr', which is not supported"),
         ({"architecture": built("a.b.Primus")}, "names the network Primus; .*PlainConvUNet, Residual"),
         ({"architecture": built(norm_op="torch.nn.BatchNorm3d")}, "norm_op: 'torch.nn.BatchNorm3d'"),
         ({"architecture": built(dropout_op="torch.nn.Dropout3d")}, "dropout_op: 'torch.nn.Dropout3d'"),
         ({"architecture": built(nonlin_kwargs={"negative_slope": 0.2})}, "a leaky ReLU of slope 0.01"),
         ({"architecture": built(squeeze=True)}, "the parameter 'squeeze', which is not supported"),
         # The first two were passed over; the rest ended in a traceback.
-        ({"plans__label_manager": "MyOwn"}, "label maps by MyOwn; supported: LabelManager"),
+        ({"plans__label_manager": "MyOwn"}, "label manager MyOwn; supported: LabelManager"),
         ({"plans__transpose_backward": [2, 2, 2]}, r"transpose_backward should undo transpose_forward .*got \[2, 2, 2"),
         ({"plans__transpose_forward": [0, None, 1]}, "should be an order of 0, 1, 2, got .0, None, 1"),
         ({"plans__transpose_forward": [0, 1, 1]}, r"transpose_forward should be an order of 0, 1, 2, got \[0, 1, 1\]"),
@@ -217,7 +219,7 @@ def built(name=None, **arguments):
         ({"architecture": built(strides=[[1, 2, 2]] * 2 + [[2, 2, 2]])}, r"a first stage of stride \[1, 2, 2\]"),
         ({"architecture": built(features_per_stage=[4, -1, 8])}, r"with filters \[4, -1, 8\]; needed: 3"),
         ({"architecture": built(kernel_sizes=[[1, 3, None]] * 3)}, "with kernel_size .*needed: 3"),
-        ({"architecture": built(n_stages="x")}, "of .x. stages; needed: 2 to 32"),
+        ({"architecture": built(n_stages="x")}, "with .x. stages; needed: 2 to 32"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(model, changes, message):
@@ -261,7 +263,7 @@ def test_damaged_plans_and_regions_without_an_order_are_refused(model):
     with pytest.raises(DataError, match="declares regions but no regions_class_order"):
         load_trained(model)
     (model / "plans.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(DataError, match="should hold nnU-Net's plans"):
+    with pytest.raises(DataError, match="should contain nnU-Net's plans"):
         load_trained(model)
 
 
@@ -321,5 +323,5 @@ def test_images_are_cropped_and_moments_are_those_inside_with_holes(model):
         assert abs(channel.mean()) < 1e-5
         assert abs(channel.std(correction=0) - 1) < 1e-5
     assert prepare(model, torch.zeros(2, 6, 7, 8)).shape == (2, 8, 7, 6)  # not cropped; slowest axis first
-    with pytest.raises(DataError, match=r"case one: the image has 1 channel\(s\), the plans normalise 2"):
+    with pytest.raises(DataError, match=r"case one: the image has 1 channel\(s\), but the plans normalise 2"):
         prepare(model, torch.rand(1, 8, 8, 8))

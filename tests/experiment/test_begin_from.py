@@ -333,9 +333,9 @@ def test_what_holds_no_weights_is_refused_and_leaves_no_run(first, task, tuning_
     (tmp_path / "empty.safetensors").write_bytes(pack_tensors({}))  # names without any prefix were looked at for ever
     for name, error, message in (
         ("gone.pt", ConfigError, "does not exist"),
-        ("code.pt", CheckpointError, "holds more than tensors, plain values .*code \\(GLOBAL .*print\\)"),
+        ("code.pt", CheckpointError, "contains more than tensors, plain values .*code \\(GLOBAL .*print\\)"),
         ("none.pt", CheckpointError, "contains no state_dict"),
-        ("a.safetensors", CheckpointError, "a.safetensors is damaged: 0 bytes"),
+        ("a.safetensors", CheckpointError, "a.safetensors is damaged: it has only 0 bytes"),
         ("empty.safetensors", CheckpointError, "contains no weights"),
     ):
         with pytest.raises(error, match=message):

@@ -157,7 +157,7 @@ def test_what_was_measured_is_taken_leaves_no_other_trace_and_stays(configured, 
     written = read_json(config.folder / "kernels.json")
     assert (written["chosen"], written["milliseconds"]) == ("compiled", dict(times))
     assert written["shape"] == [2, 1, 16, 16, 16]
-    assert "they are for GPUs" in written["refused"]["fast"]
+    assert "they need a GPU" in written["refused"]["fast"]
     assert outcome.folder.config().training.kernels == "measured"
 
     times["compiled"], times["torch"] = 20.0, 1.0
@@ -236,7 +236,7 @@ def test_of_several_processes_the_leader_measures(config_file):
 
 def test_replicas_do_not_measure_what_they_cannot_share(configured, task):
     config = configured("training.kernels=compiled", "network.norm=batch")
-    with pytest.raises(ParallelError, match="replicas cannot share it: batch_norm is compiled"):
+    with pytest.raises(ParallelError, match="replicas cannot share it: compiled batch_norm"):
         time_steps(config, load_task(task), CPU, shares=True)
 
 
@@ -261,7 +261,7 @@ def test_on_a_gpu_that_is_too_old_auto_takes_the_plain_network_and_says_why(conf
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr("volseg.device.triton_tiles.available", lambda: True)
     network, old = FitGrid(UNet(3, 1, 3, channels=[4, 8], strides=[2])), torch.device("cuda:0")
-    reason = "they need a GPU of compute capability 8.0 or more, and cuda:0 has 7.0"
+    reason = "they need a GPU of compute capability 8.0 or more (cuda:0 has 7.0)"
     for trains in (True, False):
         caplog.clear()
         assert placed_network.with_fast_kernels(network, configured(), 1, old, trains=trains) is None
@@ -274,7 +274,7 @@ def test_on_a_cpu_auto_is_the_plain_network_and_says_nothing(configured, task, c
     caplog.set_level(logging.INFO)
     assert type(build_model(configured(), load_task(task), CPU)) is FitGrid
     assert "kernels" not in caplog.text
-    with pytest.raises(ConfigError, match=r"kernels is fast, but they are for GPUs, and no GPU is used; set"):
+    with pytest.raises(ConfigError, match=r"kernels is fast, but they need a GPU; set"):
         train(configured("training.kernels=fast"))
     assert not configured().folder.exists()
 

@@ -108,7 +108,7 @@ def test_finished_folds_are_kept_and_the_rest_joins_them(quick, finished, tmp_pa
     checkpoint = kept.checkpoints / "latest.pt"
     written_at = checkpoint.stat().st_mtime_ns
     assert [fold.number for fold in cross_validate(quick(), folds=[2]).folds] == [2]
-    assert "Incomplete: fold(s) 2 of 3." in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
+    assert "only fold(s) 2 of 3 are finished." in (tmp_path / "run" / "report.md").read_text(encoding="utf-8")
     caplog.set_level("INFO")
     second = cross_validate(quick("data.keep=memory"), folds=[2, 0])  # where the data lie is no other experiment
     assert "fold 2 is already finished" in caplog.text
@@ -276,7 +276,7 @@ def test_published_results_stand_beside_ones_own(quick, finished, task, tmp_path
     assert cells == ["nnU-Net 3d_fullres", "5-fold cross-validation", "260", "0.8975", "0.8807", "0.8891", source]
     assert "0.90 " in report  # the test set's two digits stay two
     assert "0.895 " in report
-    assert "are easier or harder: compare with that in mind." in report
+    assert "may be easier or harder: results compare only roughly." in report
     written = json.loads((tmp_path / "run" / "cross_validation.json").read_text(encoding="utf-8"))
     assert written["published"][0]["dice"] == {"1": 0.8975, "2": 0.8807}
 
@@ -290,7 +290,7 @@ def test_processes_train_what_they_can_and_tell_what_failed(config_file, planned
     arguments += ["--set", "device=cpu", "--folds", "0", "1", "--gpus", "2", "--resume"]
     result = CliRunner().invoke(app, ["cross-validate", str(config_file), *arguments], catch_exceptions=False)
     assert result.exit_code == 1
-    assert "Incomplete: fold(s) 0 of 3." in result.output
+    assert "Incomplete: only fold(s) 0 of 3 are finished." in result.output
     log = tmp_path / "run" / "fold_1.log"
     assert f"fold 1 failed with exit code 1; the last lines of {log}:" in result.output
     assert "latest.pt is damaged, or torch.save of torch 1.6 or later did not write it" in result.output

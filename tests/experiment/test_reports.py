@@ -45,7 +45,7 @@ def test_a_finished_training_leaves_a_page_with_its_cases(configured, true_pictu
     shown = [image for tag in events.Tags()["images"] if tag != "train/patches" for image in events.Images(tag)]
     assert len(shown) == 4  # two cases, after each of two epochs
     assert all(min(image.width, image.height) >= 512 for image in shown)
-    for heading in ("Curves", "Scores", "Spread over the cases", "Cases to look at closely", "Time", "Next"):
+    for heading in ("Curves", "Scores", "Spread over the cases", "Best and worst cases", "Time", "Next"):
         assert f"<h2>{heading}</h2>" in page
     assert "HD95" in page
 
@@ -78,7 +78,7 @@ def test_an_interrupted_training_leaves_one_by_which_it_goes_on_also_where_it_wa
     page = (moved / "report.html").read_text(encoding="utf-8")
     assert ">finished</span>" in page
     for told in (page, (moved / "report.md").read_text(encoding="utf-8")):
-        assert " in 2 parts, as it was resumed" in told
+        assert " in 2 parts, as the training was resumed" in told
 
 
 def test_a_report_that_cannot_be_written_costs_no_training(trained, configured, caplog):

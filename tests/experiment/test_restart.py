@@ -235,7 +235,7 @@ def test_a_spot_notice_saves_and_ends_with_the_status_of_sigterm(train_endlessly
         said = process.communicate(timeout=60)[1]
     assert process.returncode == 143, said
     assert time.monotonic() - sent < 25  # 5 s until it is asked, and the 20 s of any signal
-    assert "this machine will be taken away (stop at soon): saving, and out" in said
+    assert "the provider will reclaim this machine (stop at soon): saving the training and stopping" in said
     assert latest(folder).position > 0
 
 
@@ -350,7 +350,7 @@ def test_a_single_process_is_started_again_too(start, config_file, tmp_path):
     _, errors = job.communicate(timeout=200)
     assert job.returncode == 0, errors
     assert "was killed by SIGKILL" in errors
-    assert "restarting all processes, 1 of 1 times" in errors
+    assert "restarting all processes (restart 1 of 1)" in errors
     history = latest(tmp_path / "run").history
     assert [record.epoch for record in history] == [0, 1]
 

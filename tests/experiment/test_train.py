@@ -173,7 +173,7 @@ def test_a_run_whose_devices_are_gone_names_the_file_to_mend(outcome, configured
         .replace("strategy: none", "strategy: spatial")
     )
     file.write_text(text.replace("devices: null", "devices: [cuda:0]"), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"names cuda:0, which is not there; there are cpu \(in .*config"):
+    with pytest.raises(ConfigError, match=r"names cuda:0, which does not exist; available: cpu \(in .*config"):
         validate(outcome.folder)
 
 

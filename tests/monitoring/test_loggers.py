@@ -176,7 +176,7 @@ def test_a_full_disk_ends_no_training_and_is_said_once(tmp_path, caplog):
         log_two_epochs(TensorBoard(folder / "another"))
     finally:
         subprocess.run(["umount", folder], check=True)
-    told = [line for line in caplog.messages if "no more is logged by TensorBoard" in line]
+    told = [line for line in caplog.messages if "logging by TensorBoard" in line]
     assert len(told) == 2
     assert "No space left on device); the training continues" in told[0]
     assert "another" in told[1]
@@ -202,9 +202,9 @@ def test_a_logger_that_fails_is_said_and_ended_once_and_ends_no_training(caplog,
     log_two_epochs(failing, heard)
     assert failing.events == [("begin", "a", 0, 10), ("end", {})]
     assert [event[0] for event in heard.events] == ["begin", "scalars", "scalars", "end"]
-    more = "" if ends else ", nor could it be ended: OSError: still gone"
-    told = f"no more is logged by a logger (RuntimeError: the server is gone{more}); the training continues"
-    assert caplog.messages == [told]
+    more = "" if ends else ", and its end() failed: OSError: still gone"
+    told = f"stopped after an error (RuntimeError: the server is gone{more}); the training continues"
+    assert caplog.messages == [f"logging by a logger {told}"]
 
 
 def test_a_logger_that_cannot_begin_ends_the_training_before_its_first_batch():
@@ -224,7 +224,7 @@ def test_one_logger_is_enough_and_what_is_none_is_refused_at_once():
     TrainingLog(heard).on_training_begin(FinishedTraining())
     assert heard.events[0][0] == "begin"
     for wrong in ("tensorboard", TensorBoard, 3):
-        with pytest.raises(ConfigError, match=r"TrainingLog takes volseg\.monitoring\.loggers\.Logger, got "):
+        with pytest.raises(ConfigError, match=r"loggers must derive from volseg\.monitoring\.loggers\.Logger, got "):
             TrainingLog([wrong])
     LOGGERS.register("none", dict)
     try:

@@ -57,8 +57,8 @@ def test_one_line_and_the_record_say_how_far_the_estimate_is(caplog):
     with caplog.at_level("INFO"):
         train(hook)
     words = (
-        "memory after 8 steps: 10.00 GiB reserved and 5.00 GiB used of cuda:0 of process 0, the fullest of 1, of it "
-        "2.00 GiB cases; estimate of a step: 10.00 GiB reserved and 5.00 GiB used (+25.0%)"
+        "memory after 8 steps: 10.00 GiB reserved and 5.00 GiB used on cuda:0 of process 0, the fullest of 1 GPU(s), "
+        "including 2.00 GiB of cases; estimate of a step: 10.00 GiB reserved and 5.00 GiB used (+25.0%)"
     )
     assert words in caplog.text
     (last,) = json.loads(json.dumps(written))
@@ -93,4 +93,4 @@ def test_all_processes_are_read_and_the_fullest_is_told():
     assert first == second
     devices, words = first
     assert devices == [(0, 10), (1, 11)]
-    assert "11.00 GiB reserved and 5.50 GiB used of cuda:0 of process 1, the fullest of 2" in words
+    assert "11.00 GiB reserved and 5.50 GiB used on cuda:0 of process 1, the fullest of 2 GPU(s)" in words

@@ -78,14 +78,14 @@ def test_named_devices(gpus):
     gpus(0)
     assert devices.name_devices(None) == [torch.device("cpu")]
     for wrong in ([], "cuda:0", 2):
-        with pytest.raises(ParallelError, match=r"devices is a sequence of one device or more, such as .*, got"):
+        with pytest.raises(ParallelError, match=r"devices must be a sequence of at least one device, such as .*, got"):
             devices.name_devices(wrong)
-    with pytest.raises(ParallelError, match=r"devices names cuda, and no GPU is visible, got \['cuda'\]; name cpu"):
+    with pytest.raises(ParallelError, match=r"devices names cuda, but no GPU is visible, got \['cuda'\]; use cpu"):
         devices.name_devices(["cuda"])
     gpus(1)
     for unknown in ("gpu", "cuda:x", 1.5):
         with pytest.raises(
-            ParallelError, match=rf"devices names {unknown!r}, which is not a device; there are cpu, cuda:0"
+            ParallelError, match=rf"devices names {unknown!r}, which is not a device; available: cpu, cuda:0"
         ):
             devices.name_devices(["cpu", unknown])
 
@@ -93,10 +93,10 @@ def test_named_devices(gpus):
 def test_a_network_is_placed_on_devices_that_are_there(gpus):
     gpus(0)
     for strategy in ("auto", "spatial", "pipeline"):
-        with pytest.raises(ParallelError, match="devices names cuda:0, which is not there; there are cpu"):
+        with pytest.raises(ParallelError, match="devices names cuda:0, which does not exist; available: cpu"):
             ModelParallel(torch.nn.Conv3d(1, 2, 3), strategy=strategy, devices=["cuda:0", "cuda:1"])
     gpus(2)
-    with pytest.raises(ParallelError, match="devices names cuda:2, which is not there; there are cpu, cuda:0, cuda:1"):
+    with pytest.raises(ParallelError, match="names cuda:2, which does not exist; available: cpu, cuda:0, cuda:1"):
         ModelParallel(torch.nn.Conv3d(1, 2, 3), devices=[2])
 
 
@@ -105,7 +105,7 @@ def test_devices_that_must_be_there(gpus):
     assert devices.require_devices(2, "cuda") == ["cuda:0", "cuda:1"]
     assert devices.require_devices(3, "cpu") == ["cpu", "cpu", "cpu"]
     assert devices.require_devices(["cuda", "cpu", "cuda:1"], "cuda") == ["cuda", "cpu", "cuda:1"]
-    with pytest.raises(ParallelError, match=r"devices is 3, but 2 GPU\(s\) are visible; set it to that or less"):
+    with pytest.raises(ParallelError, match=r"devices is 3, but only 2 GPU\(s\) are visible; use at most as many"):
         devices.require_devices(3, "cuda")
-    with pytest.raises(ParallelError, match="names cuda:2, which is not there; there are cpu, cuda:0, cuda:1"):
+    with pytest.raises(ParallelError, match="names cuda:2, which does not exist; available: cpu, cuda:0, cuda:1"):
         devices.require_devices(["cuda:2"], "cuda")

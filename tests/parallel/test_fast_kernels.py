@@ -117,11 +117,11 @@ def test_the_public_name_and_what_it_refuses():
 
 
 def test_a_device_without_them_says_why(monkeypatch):
-    assert explain_absence(torch.device("cpu")) == "they are for GPUs, and no GPU is used"
+    assert explain_absence(torch.device("cpu")) == "they need a GPU"
     gpu = torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr("volseg.device.triton_tiles.available", lambda: True)
-    assert explain_absence(gpu) == "they need a GPU of compute capability 8.0 or more, and cuda:0 has 7.0"
+    assert explain_absence(gpu) == "they need a GPU of compute capability 8.0 or more (cuda:0 has 7.0)"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert explain_absence(gpu) is None
     monkeypatch.setattr("volseg.device.triton_tiles.available", lambda: False)

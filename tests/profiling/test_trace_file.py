@@ -120,5 +120,5 @@ def test_replayed_kernels_are_those_of_the_eager_step():
 def test_what_is_no_profile_is_refused_in_words():
     with pytest.raises(VolsegError, match=r"no range named volseg: \(step\) N"):
         read_trace([event("aten::add", "cpu_op", 0, 1)], name_layer)
-    with pytest.raises(VolsegError, match="holds 1 ranges, but neither a kernel nor an operator"):
+    with pytest.raises(VolsegError, match="has 1 ranges, but neither a kernel nor an operator"):
         read_trace([event("volseg: (step) 0", "user_annotation", 0, 1)], name_layer)

@@ -418,7 +418,7 @@ def test_files_without_checksums_and_of_two_networks_are_refused(tmp_path):
         archive.writestr("archive/data.pkl", b"")
         with pytest.warns(UserWarning, match="Duplicate name"):
             archive.writestr("archive/data.pkl", b"")
-    with pytest.raises(CheckpointError, match="it holds a part twice"):
+    with pytest.raises(CheckpointError, match="it contains a part twice"):
         read_weights(tmp_path / "twice.pt")
 
 

@@ -296,7 +296,7 @@ def test_lazy_modules_are_refused_until_they_have_a_shape() -> None:
     """They failed where their elements were counted, without a hint."""
     net = nn.Sequential(nn.LazyConv3d(2, 3), nn.LazyBatchNorm3d()).double()
     for strategy in ("spatial", "pipeline", "auto"):
-        with pytest.raises(ParallelError, match=r"0.weight, 0.bias.*run one batch through the plain network first"):
+        with pytest.raises(ParallelError, match=r"0.weight, 0.bias.*run one batch through the plain network under"):
             ModelParallel(net, strategy=strategy, devices=COPIES)
     net(volume())
     assert_same_training(net, spatial(net), volume())

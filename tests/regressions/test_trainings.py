@@ -417,7 +417,7 @@ def test_a_case_that_cannot_be_drawn_ends_no_training(caplog):
             return SimpleNamespace(score=0.5, scores={})
 
     assert len(plain_training(epochs=2, validation=Validation(), hooks=TrainingLog([Ended()])).run()) == 2
-    assert "no picture of odd" in caplog.text
+    assert "odd cannot be drawn" in caplog.text
 
 
 def test_the_heartbeat_comes_back_when_a_full_disk_has_space_again(tmp_path, monkeypatch, caplog):
@@ -521,8 +521,8 @@ def test_a_network_of_the_users_own_is_not_bounded():
         ("n_conv_per_stage", [10**9, 2, 2], "whole numbers up to 65536"),
         ("n_conv_per_stage", [2, 2], r"needed: 3 positive whole numbers"),
         ("n_conv_per_stage_decoder", [2, 2, 2], "needed: 2 positive whole numbers"),
-        ("n_stages", 1000, "of 1000 stages; needed: 2 to 32"),
-        ("n_stages", True, "of True stages"),
+        ("n_stages", 1000, "with 1000 stages; needed: 2 to 32"),
+        ("n_stages", True, "with True stages"),
         ("kernel_sizes", [[10**9] * 3] * 3, "whole numbers up to 65536"),
         ("strides", [[1, 1, 1], [1, 2, 2], [16, 2, 2]], r"\[8, 24, 24\] is not a multiple of .*\[16, 4, 4\]"),
         ("patch_size", [10**9] * 3, "patch.size .* GiB .*; choose a smaller size"),
@@ -535,7 +535,7 @@ def test_a_network_of_the_users_own_is_not_bounded():
         ("spacing", [1, 1, float("inf")], "spacing should be three positive numbers"),
         ("spacing", [1, 1, 10**30 * 10**10], "more than 64 bits|spacing"),
         ("use_mask_for_norm", [1, 0], "a scheme and a mask"),
-        ("inherits_from", "3d_fullres", "has no configuration"),
+        ("inherits_from", "3d_fullres", "has no valid configuration"),
     ],
 )
 def test_plans_with_wrong_sizes_are_refused(place, value, message, tmp_path):

@@ -64,7 +64,7 @@ IMAGE = torch.randn(1, 1, 4, 4, 4, dtype=torch.float64, generator=torch.Generato
 def test_a_piece_of_which_an_output_is_left_out_is_refused():
     """Only outputs of the whole were checked: the second head got zero gradients, and decayed."""
     output = CompiledNetwork(make_heads(keep_over_a_break))(IMAGE)
-    with pytest.raises(ParallelError, match=r"backward\(\) does not reach the outputs \[1\] \(from 0\) of the 2"):
+    with pytest.raises(ParallelError, match=r"backward\(\) does not reach outputs \[1\] \(counted from 0\) of the 2"):
         output.sum().backward()
 
 

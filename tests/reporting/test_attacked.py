@@ -142,9 +142,9 @@ def test_what_is_left_out_is_told_with_its_reason(run):
     change_file(run / "times.json", ("parts", 0, "begun"), 1e300)
     page = write_report(run).read_text(encoding="utf-8")
     for words in (
-        "The section &#39;Published results&#39; cannot be told: a file of the folder holds what volseg does not",
-        "The section &#39;GPU memory&#39; cannot be told",
-        "No time budget: times.json holds something else than volseg writes there; it is damaged.",
+        "The report lacks the section &#39;Published results&#39;: a file in the folder differs from what volseg",
+        "The report lacks the section &#39;GPU memory&#39;",
+        "No time budget: times.json is damaged: its content differs from what volseg writes.",
     ):
         assert words in page
     for heading in ("Scores", "Curves", "Config"):

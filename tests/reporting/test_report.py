@@ -69,7 +69,7 @@ def test_the_page_is_whole_and_alone(run):
     spans = {"reading": 60, "training": 3500, "validation": 90, "the rest": 20}
     assert add_spans(read_run(run).parts) == spans
     assert "1 h 1 min in 2 parts" in page.text
-    assert "| in all     | 1 h 1 min" in write_brief(run)
+    assert "| total      | 1 h 1 min" in write_brief(run)
 
 
 def test_each_gpu_is_told_and_the_forecast_of_the_fullest(run):
@@ -99,14 +99,14 @@ def test_a_chart_without_two_values_is_not_drawn(run):
     (run / "history.jsonl").write_text(first + "\n", encoding="utf-8")
     page = read_page(run)
     assert "Curves" not in page.texts
-    assert "No curves: history.jsonl tells of 1 epoch(s)." in page.text
+    assert "No curves: history.jsonl has only 1 epoch(s)." in page.text
 
 
 @pytest.mark.parametrize("cases", [9, 10])
 def test_intervals_are_of_ten_cases_or_more(tmp_path, cases):
     brief = write_brief(make_run(tmp_path / "run", cases=cases))
     assert ("95 % interval" in brief) == (cases >= 10)
-    assert "intervals by bootstrap, of 10 cases or more" in read_page(tmp_path / "run").text
+    assert "bootstrap intervals for 10 cases or more" in read_page(tmp_path / "run").text
 
 
 def test_an_infinite_median_is_told_as_evaluate_does(run):
@@ -135,12 +135,7 @@ def test_a_run_says_which_of_its_files_are_missing_or_damaged(run):
     shutil.rmtree(run / "validation" / "overlays")
     page = read_page(run)
     assert "Not shown" in page.texts
-    for words in (
-        "No curves: history.jsonl",
-        "No time budget",
-        "No pictures of cases",
-        "environment.json is not there",
-    ):
+    for words in ("No curves: history.jsonl", "No time budget", "No pictures of cases", "environment.json is missing"):
         assert words in page.text
     assert "state unknown" in page.texts
     (run / "report.md").touch()  # which only a finished training leaves
@@ -159,13 +154,13 @@ def test_an_unfinished_run_says_how_far_it_came_and_how_it_goes_on(run, state):
     assert "0.7123" in page.texts
     assert state in page.text
     assert (message in page.text) == (state == "failed")
-    assert "summary.json is not there" in page.text
+    assert "summary.json is missing: the report lacks the scores." in page.text
     assert "finished" in Page(write_report(run, state="finished").read_text(encoding="utf-8")).texts
     (run / "history.jsonl").write_text("", encoding="utf-8")  # in its first epoch
     write_status(run / "status.json", replace(status, epoch=0, epochs=20, batch=7))
     page = read_page(run)
     assert "0 of 20" in page.texts
-    assert "No curves: history.jsonl tells of 0 epoch(s)." in page.text
+    assert "No curves: history.jsonl has only 0 epoch(s)." in page.text
 
 
 def test_no_two_names_of_a_legend_are_painted_alike():
@@ -209,7 +204,7 @@ def test_a_cross_validation_has_a_page_of_its_own_and_pictures_come_before_chart
     (folder / "summary.json").unlink()
     page = read_page(folder)
     assert "0 of 2 folds" in page.texts
-    assert "cross_validation.json is not there" in page.text
+    assert "cross_validation.json is missing" in page.text
 
 
 def test_commands_name_the_files_of_components_of_ones_own(run):
@@ -226,7 +221,7 @@ def test_commands_name_the_files_of_components_of_ones_own(run):
 
 
 def test_another_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"neither a run folder nor a cross-validation: it has neither config\.yaml"):
+    with pytest.raises(ConfigError, match=r"has none of config\.yaml, cross_validation\.json and search\.json; name"):
         write_report(tmp_path)
     assert not list(tmp_path.iterdir())
 

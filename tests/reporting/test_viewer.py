@@ -170,7 +170,7 @@ def test_many_labels_leave_the_background_as_it_is(script, cases, volumes, tmp_p
 def test_a_large_volume_is_thinned_and_the_page_says_so(cases, tmp_path, monkeypatch):
     monkeypatch.setattr(viewer, "read_niivue", lambda: "")
     monkeypatch.setattr(viewer, "MOST_OF_PAGE", 1000)
-    with pytest.raises(ConfigError, match=r"a page holds 1,000 voxels, and first has 1,920: .* choose some by --case"):
+    with pytest.raises(ConfigError, match=r"can hold 1,000 voxels, .*first has 1,920\); choose fewer by --case"):
         write_viewer(cases, tmp_path / "view.html", title="", names=NAMES)
     assert not (tmp_path / "view.html").exists()
     monkeypatch.setattr(viewer, "FEWEST", 100)
@@ -189,13 +189,13 @@ def test_label_maps_that_do_not_fit_are_refused(cases, tmp_path, monkeypatch):
 
     with pytest.raises(DataError, match=r"has the shape \(2, 2, 2\), but its image has \(12, 16, 10\)"):
         attempt(np.ones((2, 2, 2), dtype=np.uint8))
-    with pytest.raises(DataError, match=r"a\.nii\.gz holds 0\.5 to 0\.5; a label map holds whole numbers"):
+    with pytest.raises(DataError, match=r"a\.nii\.gz has 0\.5 to 0\.5, not whole numbers from 0 to 16777215"):
         attempt(np.full((12, 16, 10), 0.5, dtype=np.float32))
-    with pytest.raises(ConfigError, match=r"image\.nii\.gz has 1 channel\(s\), and no channel 2"):
+    with pytest.raises(ConfigError, match=r"image\.nii\.gz has 1 channel\(s\) \(0-based\), got 2"):
         attempt(np.ones((12, 16, 10), dtype=np.uint8), channel=2)
 
 
 def test_without_niivue_it_is_told_where_it_comes_from(tmp_path, monkeypatch):
     monkeypatch.setattr(viewer, "SCRIPT", tmp_path / "niivue.js")
-    with pytest.raises(ConfigError, match=r"needs .*niivue\.js.*: make viewer \(npm"):
+    with pytest.raises(ConfigError, match=r"niivue\.js is missing\. .*run make viewer once \(needs npm"):
         viewer.read_niivue()

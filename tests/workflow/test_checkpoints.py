@@ -61,7 +61,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
 
     torch.save({"format": 1, "model": Harmful()}, tmp_path / "bad.pt")
     with pytest.raises(
-        CheckpointError, match=r"bad\.pt holds more than tensors, .*run arbitrary code \(GLOBAL .*print\)"
+        CheckpointError, match=r"bad\.pt contains more than tensors, .*run arbitrary code \(GLOBAL .*print\)"
     ):
         load_checkpoint(tmp_path / "bad.pt")
 

@@ -1,1 +1,1 @@
-"""Kernels, CUDA graphs and peer memory of GPUs; this package knows no volume, network or loss of volseg."""
+"""Kernels, CUDA graphs and peer memory of GPUs; independent of volseg's volumes, networks and losses."""

@@ -1,6 +1,6 @@
 """Attention without score matrices: ``softmax(scale q k^T + terms) v`` in one pass, and its gradients in three.
 
-A network that writes attention out materializes several float32 score matrices for each head: the product, the sum with
+A network with explicit attention materializes several float32 score matrices for each head: the product, the sum with
 each bias or mask, the softmax, and a gradient of each. Here a tile of scores is in registers, in float32, and is
 recomputed for the gradients from the divisor of each row's softmax.
 

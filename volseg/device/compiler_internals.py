@@ -1,7 +1,7 @@
-"""Every private name of torch's compilers that this package uses, as ``torch_internals`` has those of torch itself.
+"""Private names of torch's compilers that this package uses; ``torch_internals`` has those of torch itself.
 
-``torch.compile`` takes as long to import as torch, so each function here imports it when it is called. The tests of
-what is relied on are in ``tests/device/test_torch_internals.py``.
+``torch.compile`` takes as long to import as torch, so each function imports it when it is called. Tests of the expected
+behaviour are in ``tests/device/test_torch_internals.py``.
 """
 
 import shutil
@@ -26,12 +26,12 @@ def explain_no_compiler(device: torch.device) -> str | None:
         # Imported late, like the compiler itself.
         from torch.utils._triton import has_triton
 
-        return None if has_triton() else "Triton, in which torch.compile writes kernels, does not run here"
+        return None if has_triton() else "Triton, which torch.compile needs for its kernels, does not run here"
     wanted = config.cpp.cxx
     named = [name for name in (wanted if isinstance(wanted, tuple) else (wanted,)) if name]
     if any(shutil.which(name) for name in (*named, "g++", "c++")):
         return None
-    return "torch.compile writes C++ for a CPU, and there is no compiler of it here (apt-get install g++)"
+    return "torch.compile needs a C++ compiler for the CPU (apt-get install g++)"
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:

@@ -145,8 +145,8 @@ class Compiling:
     ) -> None:
         if not can_compile():
             raise ParallelError(
-                "kernels are compiled by Triton, which is not installed here (pip install triton) or only interprets "
-                "(TRITON_INTERPRET)"
+                "compiling kernels needs Triton, which is not installed (pip install triton) or only interprets them "
+                "(unset TRITON_INTERPRET)"
             )
         told = (capability, runs_here, begin)
         self._pool = ProcessPoolExecutor(processes, get_context("fork"), _begin_compiler, told)

@@ -2,8 +2,8 @@
 
 A step that is only traced runs on fake tensors of the CPU: autograd of a CPU build of torch aborts on fake tensors of
 CUDA. While a thread fakes GPUs, ``torch.device("cpu", i)`` stands for GPU i, and ``torch.device("cpu")``, without a
-number, is the host. Other threads, which may copy cases to real GPUs meanwhile, see the GPUs as they are. What a trace
-must know and no operator of torch says goes to one `GpuObserver`.
+number, is the host. Other threads, which may copy cases to real GPUs meanwhile, see the real GPUs. A `GpuObserver`
+receives the events that a trace needs but that torch's operators do not show.
 """
 
 import copy
@@ -73,7 +73,7 @@ class _Emptying(TorchFunctionMode):
     def _empty(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_quantized:
             raise FollowError(
-                "a network on fake tensors must have strided tensors that are not quantized, got one of "
+                "a network on fake tensors needs strided tensors that are not quantized, got a tensor of "
                 f"{tensor.layout} and {tensor.dtype}, shape {tuple(tensor.shape)}; use ordinary parameters and "
                 "buffers"
             )
@@ -84,7 +84,7 @@ class _Emptying(TorchFunctionMode):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLike:
-    """What a trace must know of a kind of GPU."""
+    """Properties of a kind of GPU that a trace needs."""
 
     name: str
     """Name in CUDA, or of its vendor."""
@@ -109,22 +109,22 @@ class NotedKernel:
 
 
 class GpuObserver:
-    """Receiver of events on fake GPUs outside of torch's operators; by default it ignores all events."""
+    """Receiver of events on fake GPUs outside torch's operators; by default it ignores all events."""
 
     def on_kernel(self, kernel: NotedKernel) -> None:
-        """Take a kernel of volseg that would run."""
+        """Receive a kernel of volseg that would run."""
 
     def on_sent(self, device: torch.device, kind: str, size: int, devices: int = 2) -> None:
-        """Take data that leave a GPU: the way (``Sent.kind``), the number of bytes, and the number of GPUs."""
+        """Receive a transfer from a GPU: its kind (``Sent.kind``), the number of bytes, and the number of GPUs."""
 
     def on_resized(self, tensor: Tensor) -> None:
-        """Take a tensor whose memory was freed or allocated again."""
+        """Receive a tensor whose memory was freed or allocated again."""
 
     def on_used(self, tensor: Tensor, stream: int) -> None:
-        """Take a tensor that a stream other than its own uses."""
+        """Receive a tensor that a stream other than its own uses."""
 
     def on_mark(self, name: str) -> None:
-        """Take the start of a part of the step; see ``volseg.estimate.trace.Mark``."""
+        """Receive the start of a part of the step; see ``volseg.estimate.trace.Mark``."""
 
     def read_clock(self, device: torch.device) -> float:
         """Return the seconds that all work of a GPU so far should take."""
@@ -174,7 +174,7 @@ def faking(gpu: GpuLike, observer: GpuObserver | None = None) -> Iterator[None]:
     """
     global _fake
     if _fake is not None:
-        raise ParallelError(f"this process already fakes GPUs ({_fake.gpu.name}); end that first")
+        raise ParallelError(f"this process already fakes GPUs ({_fake.gpu.name}); leave that block first")
     _fake = FakeGpus(gpu, observer or GpuObserver())
     try:
         yield
@@ -183,5 +183,5 @@ def faking(gpu: GpuLike, observer: GpuObserver | None = None) -> Iterator[None]:
 
 
 def fake_device(index: int) -> torch.device:
-    """Return the device that stands for a GPU of this number."""
+    """Return the device that represents the fake GPU of this number."""
     return torch.device("cpu", index)

@@ -1,6 +1,6 @@
 """All private names of torch's fake tensors (tensors without values) that this package uses.
 
-As ``torch_internals`` has those of torch itself.
+``torch_internals`` has those of torch itself.
 """
 
 import logging

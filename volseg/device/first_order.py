@@ -16,8 +16,8 @@ def refuse_forward_mode(name: str) -> None:
     """Raise `UnsupportedOperatorError` in forward-mode differentiation: volseg's functions do not support it."""
     if is_forward_mode():
         raise UnsupportedOperatorError(
-            f"{name} supports reverse-mode derivatives only, and was called in forward mode (torch.func.jvp, or "
-            "a dual_level of torch.autograd.forward_ad): take the gradient by backward(), or call the plain network"
+            f"{name} supports only reverse-mode derivatives, but was called in forward mode (torch.func.jvp, or "
+            "a dual_level of torch.autograd.forward_ad): use backward(), or call the plain network"
         )
 
 
@@ -31,32 +31,32 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     Raises
     ------
     UnsupportedOperatorError
-        For ``create_graph=True``, and if a read or recomputed tensor was changed in place: a plain network may not have
-        kept it.
+        For ``create_graph=True``, and if a read or recomputed tensor was changed in place, even if a plain network does
+        not save that tensor.
     """
 
     @wraps(backward)
     def once(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise UnsupportedOperatorError(
-                "ModelParallel and volseg's DiceCELoss compute no second derivatives (create_graph=True); for them use "
-                "the plain network with monai.losses.DiceCELoss, or a pipeline with record=False"
+                "ModelParallel and volseg's DiceCELoss compute no second derivatives (create_graph=True); use the "
+                "plain network with monai.losses.DiceCELoss, or a pipeline with record=False"
             )
         try:
             return backward(ctx, *gradients)
         except CheckpointError as error:
             raise UnsupportedOperatorError(
                 "the recomputation of a checkpointed block differs from its forward pass: a tensor that the block "
-                "reads, or a part of a joined one, was changed in place since. Change it out of place, or remove the "
+                "reads, or a part of a concatenated one, was changed in place since. Change a copy, or remove the "
                 f"checkpoint. torch says: {str(error).splitlines()[0]}"
             ) from error
         except RuntimeError as error:
             if not is_changed_in_place(error):
                 raise
             raise UnsupportedOperatorError(
-                "a tensor was changed in place after a norm, a sum, a join, a convolution or attention had read it, "
-                "whose gradient is computed from it: do that out of place, or before it is read. Here some operators "
-                f"keep what they read where a plain network keeps what they return. torch says: {error}"
+                "a tensor was changed in place after a norm, a sum, a concatenation, a convolution or attention had "
+                "read it, but the gradient needs its old value: change a copy, or change it before it is read. volseg "
+                f"saves inputs of some operators where a plain network saves outputs. torch says: {error}"
             ) from error
 
     return once

@@ -23,10 +23,10 @@ NAMES = (
     "attention",
     "layer norms",
 )
-"""Statistics of groups and batches, and of norms in evaluation; PReLU, sigmoid, SiLU and GELU behind norms; sums that
-take norms along; bias gradients that are zero; biases that norms take away; volumes of twice the size; convolutions of
-few channels to few; depthwise ones; volumes times one channel; convolutions of few channels over groups of voxels, or
-with channels of zeros; attention without its scores; layer norms of short lines."""
+"""Statistics of groups and batches, and of norms in evaluation; PReLU, sigmoid, SiLU and GELU after norms; sums fused
+with norms; bias gradients that are zero; biases that a norm removes; volumes of twice the size; convolutions of few
+channels to few; depthwise ones; volumes times one channel; convolutions of few channels over groups of voxels, or with
+channels of zeros; attention without stored scores; layer norms of short lines."""
 
 _off: set[str] = set()
 
@@ -47,7 +47,7 @@ def without(*names: str) -> Iterator[None]:
         If no fusion has that name.
     """
     if unknown := set(names) - set(NAMES):
-        raise ValueError(f"no fusion is called {sorted(unknown)}; there are {', '.join(NAMES)}")
+        raise ValueError(f"unknown fusions {sorted(unknown)}; available: {', '.join(NAMES)}")
     before = set(_off)
     _off.update(names)
     try:

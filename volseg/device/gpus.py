@@ -145,7 +145,7 @@ def move_in_place(tensor: Tensor, device: torch.device) -> None:
     """Move a parameter or buffer to another device; the tensor object stays the same."""
     moved = tensor.data.to(device)
     tensor.data = moved
-    if isinstance(tensor, FakeTensor) and isinstance(moved, FakeTensor):  # knows its device by itself
+    if isinstance(tensor, FakeTensor) and isinstance(moved, FakeTensor):  # its device is an attribute of its own
         tensor.fake_device = moved.fake_device
 
 

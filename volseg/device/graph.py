@@ -140,7 +140,7 @@ class Graph:
     pool : tuple, optional
         Memory that it shares with other graphs, which must be replayed in the order of recording.
     generators : iterable of torch.Generator
-        Generators to draw from, beside the device's default one.
+        Generators to draw from, in addition to the device's default one.
     """
 
     def __init__(self, stream: torch.cuda.Stream, pool: Any = None, generators: Iterable[torch.Generator] = ()) -> None:

@@ -1,6 +1,6 @@
 """All private names of torch's modules that this package uses.
 
-As ``torch_internals`` has those of torch itself.
+``torch_internals`` has those of torch itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ BACKWARD_HOOKS, BACKWARD_PRE_HOOKS = "_backward_hooks", "_backward_pre_hooks"
 FORWARD_HOOKS_WITH_KWARGS = "_forward_hooks_with_kwargs"
 FORWARD_PRE_HOOKS_WITH_KWARGS = "_forward_pre_hooks_with_kwargs"
 FORWARD_HOOKS_ALWAYS_CALLED = "_forward_hooks_always_called"
-"""Attributes of a module: which of its hooks want keywords, and which are called after a failure too."""
+"""Attributes of a module: its hooks that receive keywords, and its hooks that are called after a failure too."""
 
 HOOKS = (FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS)
 HOOK_FLAGS = (FORWARD_HOOKS_WITH_KWARGS, FORWARD_HOOKS_ALWAYS_CALLED, FORWARD_PRE_HOOKS_WITH_KWARGS)

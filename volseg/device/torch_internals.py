@@ -80,7 +80,7 @@ without_subclass_overrides = torch._C.DisableTorchFunctionSubclass
 """Call no subclass's ``__torch_function__``; modes are called."""
 
 with_overrides = torch._C._EnableTorchFunction
-"""Call ``__torch_function__`` again, inside of the two above."""
+"""Call ``__torch_function__`` again, inside the two above."""
 
 without_dispatch = torch._C._DisableTorchDispatch
 """Call no ``__torch_dispatch__``, of a subclass or a mode: torch's own code follows."""
@@ -170,7 +170,7 @@ def get_node_number(node: Any) -> int:
 
 
 def hand_backward_over(kind: type[Tensor]) -> None:
-    """Make ``torch.autograd.backward`` call a subclass's ``__torch_function__``, as later torch does by itself.
+    """Make ``torch.autograd.backward`` call a subclass's ``__torch_function__``, as later versions of torch do.
 
     Torch before 2.11 passes its arguments to the engine, which sees no slabs: gradients were silently lost. Here the
     engine's own entry makes the call, so any imported name of ``backward`` works, at any time of import.

@@ -96,8 +96,8 @@ class TritonKernel:
             return lambda *arguments, **options: self._note(grid, arguments, options)
         if self.compiled is None:
             raise ParallelError(
-                f"the kernel {self.name} needs Triton, which is not installed; install it (pip install triton), or let "
-                "torch compute (in a config training.kernels: torch)"
+                f"the kernel {self.name} needs Triton, which is not installed; install it (pip install triton), or use "
+                "torch's kernels (in a config training.kernels: torch)"
             )
         run: Callable[..., Any] = self.compiled[grid]
         return lambda *arguments, **options: _run_on_device(run, arguments, options)

@@ -106,7 +106,7 @@ def halve(tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def is_narrow(tensor: Tensor, tile: tuple[int, int]) -> bool:
-    """Return whether lines of channels begin at uneven places, so that each element is loaded by itself."""
+    """Return whether lines of channels begin at uneven places, so that each element is loaded separately."""
     return tile[1] > 1 and tensor.shape[1] % 8 != 0
 
 
@@ -151,7 +151,7 @@ def locate(v, D, H, W, mul_w, shr_w, mul_h, shr_h, mul_d, shr_d):
 
 
 DIVIDERS = ["mul_w", "shr_w", "mul_h", "shr_h", "mul_d", "shr_d"]
-"""Arguments for whose values no kernel is compiled anew."""
+"""Arguments whose values do not cause another compilation of a kernel."""
 
 
 def compute_dividers(sides: Sequence[int]) -> list[int]:

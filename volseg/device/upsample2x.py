@@ -158,8 +158,8 @@ def double(slab: Tensor, part: DoubledPart, linear: bool, factor: float = 1.0) -
     sides = stop - start, *(2 * size for size in slab.shape[3:])
     if prod(sides) > MOST_VOXELS:
         raise ParallelError(
-            f"the kernel that doubles volumes counts {MOST_VOXELS} voxels of a channel at most, but the result of "
-            f"{tuple(slab.shape)} has {prod(sides)}; cut it over more devices, or let torch compute it "
+            f"the upsampling kernel supports at most {MOST_VOXELS} voxels per channel, but the result of "
+            f"{tuple(slab.shape)} has {prod(sides)}; cut it over more devices, or use torch's kernels "
             "(training.kernels: torch)"
         )
     return _run(_double_kernel, slab, sides, (part.planes, *slab.shape[3:], part.first, start, factor), linear)

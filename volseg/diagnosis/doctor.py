@@ -36,23 +36,23 @@ LEVELS = ("ok", "note", "warning", "error")
 
 LIMITS_S = {
     **dict.fromkeys(("python", "system", "folders"), 30.0),
-    **dict.fromkeys(("packages", "driver"), 60.0),  # nvidia-smi takes half a minute where GPUs sleep
+    **dict.fromkeys(("packages", "driver"), 60.0),  # nvidia-smi takes half a minute if GPUs sleep
     **dict.fromkeys(("torch", "links"), 120.0),
     **dict.fromkeys(("all_reduce", "compiler"), 180.0),
 }
 """Time limit of each section of the facts: many times the duration on a slow machine."""
 
 TRIALS = ("links", "all_reduce", "compiler")
-"""Sections that take long; a quick diagnosis is without them."""
+"""Slow sections, which a quick diagnosis skips."""
 
 GRACE_S = 5.0
 """Time for a killed process to end; one that waits in the kernel for a disk never ends."""
 
 LAST_WORDS = 400
-"""Most characters of a process's output in the reason of its end."""
+"""Maximum number of characters of a process's output in the reason of its failure."""
 
 Facts = Mapping[str, Any]
-"""What each gatherer returned, by section, and under ``failures`` the name and reason of each that failed."""
+"""Values that each gatherer returned, by section; ``failures`` lists the name and reason of each failed gatherer."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class MachineFinding:
     """Command to run, or setting to change."""
 
     def __post_init__(self) -> None:
-        assert (self.level == "ok") == (not self.why), f"{self.check}: what is not well says why, and what is does not"
-        assert self.level in ("ok", "note") or self.remedy, f"{self.check}: a {self.level} has a remedy"
+        assert (self.level == "ok") == (not self.why), f"{self.check}: every level except ok needs a reason"
+        assert self.level in ("ok", "note") or self.remedy, f"{self.check}: level {self.level} needs a remedy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def diagnose(*, quick: bool = False, cache: str | Path | None = None, runs: str 
     Parameters
     ----------
     quick
-        Skip trials: sums between processes, copies between GPUs, a kernel.
+        Skip the trials: sums over processes, copies between GPUs, compiling a kernel.
     cache, runs
         Folders to check instead of volseg's defaults.
     """
@@ -125,7 +125,7 @@ def diagnose(*, quick: bool = False, cache: str | Path | None = None, runs: str 
 
 
 def gather(sections: Iterable[str], **folders: str | Path | None) -> Facts:
-    """Run gatherers in parallel and return their facts; folders of ``cache`` and ``runs`` replace volseg's defaults."""
+    """Run gatherers in parallel and return their facts; ``cache`` and ``runs`` replace volseg's default folders."""
     places = [f"{role}={Path(path).absolute()}" for role, path in folders.items() if path is not None]
 
     def run(name: str) -> Any:
@@ -140,7 +140,7 @@ def gather(sections: Iterable[str], **folders: str | Path | None) -> Facts:
 
 
 def ask(name: str, command: Sequence[str], limit_s: float) -> dict[str, Any]:
-    """Return the section that a process writes as JSON; else ``name``, ``reason``, and whether it ``timed_out``."""
+    """Run a command and return the section that it prints as JSON; on failure, ``name``, ``reason``, ``timed_out``."""
     failed = {"name": name, "timed_out": False}
     try:
         process = subprocess.Popen(  # noqa: S603 - our own command
@@ -165,23 +165,23 @@ def ask(name: str, command: Sequence[str], limit_s: float) -> dict[str, Any]:
     except ValueError:
         section = None
     if not isinstance(section, dict):
-        return {**failed, "reason": f"it answered {answer[:LAST_WORDS]!r}, which are no such facts"}
+        return {**failed, "reason": f"its output is not a JSON object: {answer[:LAST_WORDS]!r}"}
     return section
 
 
 def _end(process: "subprocess.Popen[str]") -> str:
-    """Kill a process and all its children; return what it said."""
-    # The group has the process's id, which is not reused before the process is waited for.
+    """Kill a process and all its children; return its last output."""
+    # The id of the group is that of the process, which is not reused before communicate() reaps the process.
     os.killpg(process.pid, signal.SIGKILL)
     try:
         _, said = process.communicate(timeout=GRACE_S)
     except subprocess.TimeoutExpired:
-        return f"process {process.pid} cannot be ended either: it waits in the kernel, for a disk or a device"
-    return f"its last words: {_get_last_words(said) or 'none'}"
+        return f"process {process.pid} cannot be killed either: it waits in the kernel for a disk or a device"
+    return f"its last output: {_get_last_words(said) or 'none'}"
 
 
 def _get_last_words(said: str) -> str:
-    """Return the last line, after the first in which NCCL says why: its errors may not."""
+    """Return the last line; NCCL's first warning precedes it, as NCCL's errors may omit the cause."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     return " | ".join(line[-LAST_WORDS:] for line in [*re.findall("NCCL WARN (.*)", said)[:1], *lines[-1:]])
 
@@ -190,7 +190,7 @@ CHECKS: Sequence[Callable[..., gpu_checks.Said]] = (*machine_checks.CHECKS, *gpu
 
 
 def check(facts: Facts) -> list[MachineFinding]:
-    """Return the findings of all checks whose sections are there; a check that raises becomes a finding.
+    """Return the findings of all checks whose sections are available; a check that raises becomes a finding.
 
     >>> [one.check for one in check({"failures": [{"name": "torch", "reason": "a test", "timed_out": False}]})]
     ['torch']
@@ -204,7 +204,7 @@ def check(facts: Facts) -> list[MachineFinding]:
         try:
             found += [MachineFinding(*said) for said in one(**sections)]
         except Exception as fault:  # an unexpected fact must not hide the other findings
-            failed = f"this check failed itself: {type(fault).__name__}: {fault}"
+            failed = f"this check raised {type(fault).__name__}: {fault}"
             why, remedy = machine_checks.UNKNOWN
             found.append(MachineFinding(one.__name__.removeprefix("check_"), "error", failed, why, remedy))
     return found

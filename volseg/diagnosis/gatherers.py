@@ -1,7 +1,7 @@
-"""Gather the sections of the facts: each ``gather_SECTION`` runs in a process of its own and returns plain values.
+"""Gather the sections of the facts: each ``gather_SECTION`` runs in its own process and returns plain values.
 
-``python -m volseg.diagnosis.gatherers SECTION [ARGUMENT ...]`` is such a process. Only its answer, JSON, goes to the
-standard output; the output of libraries (NCCL) goes to the standard error.
+``python -m volseg.diagnosis.gatherers SECTION [ARGUMENT ...]`` starts such a process. It prints only the section, as
+JSON, to standard output; the output of libraries (NCCL) goes to standard error.
 """
 
 import json
@@ -53,9 +53,9 @@ def shorten(fault: Exception) -> str:
 
 
 def gather_packages() -> Section:
-    """Return the versions of volseg's requirements, and those that are unmet.
+    """Return the installed versions of volseg's requirements, and the unmet requirements.
 
-    A checkout that is not installed has no metadata on its requirements.
+    A checkout that is not installed has no metadata about its requirements.
     """
     if installed_version("volseg") is None:
         return {"is_installed": False, "versions": {}, "unmet": []}
@@ -66,18 +66,18 @@ def gather_packages() -> Section:
     for one in wanted:
         found = versions[one.name]
         if found is None or not one.specifier.contains(found, prereleases=True):
-            has = "which is not installed" if found is None else f"installed is {found}"
-            unmet.append(f"volseg needs {one.name}{one.specifier}, {has}")
+            has = "it is not" if found is None else f"{found} is"
+            unmet.append(f"volseg needs {one.name}{one.specifier}, but {has} installed")
     return {"is_installed": True, "versions": versions, "unmet": unmet}
 
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is asked for its size
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - only its size is read
 
 
 def gather_system() -> Section:
     """Return memory, cores and limits of the machine, and of the container in it.
 
-    Limits are null where there are none, ``core_limit`` is in cores.
+    An absent limit is null; ``core_limit`` is in cores.
     """
     shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
     soft, hard = (2**31 if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -113,7 +113,7 @@ def gather_folders(*assigned: str) -> Section:
 def look_at(role: str, path: Path) -> Section:
     """Inspect a folder, or its nearest existing parent: write a temporary file, and read the free space.
 
-    ``refused`` is why no file could be written.
+    ``refused`` is the reason why no file could be written.
     """
     path = path.absolute()
     existing = next(folder for folder in (path, *path.parents) if folder.is_dir())
@@ -139,14 +139,14 @@ def look_at(role: str, path: Path) -> Section:
 BUS = Path("/sys/bus/pci/devices")
 MODULE = Path("/proc/driver/nvidia/version")
 NVIDIA, DISPLAY = "0x10de", "0x03"
-"""Vendor, and first two digits of the device class, of NVIDIA's GPUs."""
+"""PCI vendor id of NVIDIA, and first two digits of the device class of GPUs."""
 
 
 def gather_driver() -> Section:
-    """Return the NVIDIA driver and all GPUs on the bus, from the system: torch sees only GPUs that the driver supports.
+    """Return the NVIDIA driver and all GPUs on the bus, as the system lists them; torch sees only supported ones.
 
-    ``version`` is null without a driver, ``is_open`` says whether its kernel module is the open one, ``nodes`` are the
-    names of ``/dev/nvidia0`` ..., ``refused`` is the message of an ``nvidia-smi`` that failed.
+    ``version`` is null without a driver, ``is_open`` tells whether its kernel module is the open one, ``nodes`` are the
+    names of ``/dev/nvidia0`` ..., ``refused`` is the error message of ``nvidia-smi``.
     """
     version, is_open = read_module(MODULE)
     refused = None
@@ -189,7 +189,7 @@ def _answer(name: str, *arguments: str) -> None:
     """Gather a section, and write it as JSON."""
     answer = os.dup(1)
     os.dup2(2, 1)
-    # By name: only a process that needs torch imports it.
+    # Imported by name, so that only a process that needs torch imports it.
     module = sys.modules[__name__] if f"gather_{name}" in globals() else import_module("volseg.diagnosis.trials")
     section = getattr(module, f"gather_{name}")(*arguments)
     with os.fdopen(answer, "w", encoding="utf-8") as output:

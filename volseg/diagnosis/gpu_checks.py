@@ -1,16 +1,16 @@
-"""Check torch, the NVIDIA driver and the GPUs against each other, and what the trials on them gave.
+"""Check torch, the NVIDIA driver and the GPUs against each other, and the results of the trials on them.
 
-A check names the sections of the facts that it needs by its parameters, and yields name, level, what was found, why it
-matters, and the remedy.
+The parameters of a check are the sections of the facts that it needs. It yields name, level, the value found, why that
+matters, and a remedy.
 
-.. [1] 2.9 runs 3D convolutions under autocast four times slower: pytorch#166122.
-.. [2] cuDNN 9.8 to 9.14 computes large 3D convolutions in half precision wrongly (pytorch#163539); torch from 2.9.1 on
-       does not use it for these, unless in the layout channels last (pytorch#166480, ``ATen/native/Convolution.cpp``).
-.. [3] cuDNN 9.11 dropped compute capability 7.0; builds of torch with CUDA 12.8 from 2.11 on and all with CUDA 13 have
-       no code for it; those with CUDA 12.6 do up to torch 2.14: pytorch#157517, #172352, #190385.
-.. [4] 580 is the last branch with Maxwell, Pascal and Volta (NVIDIA's Unix deprecation schedule); the open kernel
-       module drives Turing and later only.
-.. [5] Builds for CUDA 12 need branch 525 or later, for CUDA 13 branch 580 (NVIDIA, CUDA compatibility, table 1).
+.. [1] torch 2.9 runs 3D convolutions under autocast four times slower: pytorch#166122.
+.. [2] cuDNN 9.8 to 9.14 computes large 3D convolutions in half precision wrongly (pytorch#163539); torch 2.9.1 and
+       later use it for these only in channels-last layout (pytorch#166480, ``ATen/native/Convolution.cpp``).
+.. [3] cuDNN 9.11 dropped compute capability 7.0. Builds of torch 2.11 and later for CUDA 12.8, and all builds for CUDA
+       13, have no code for it; builds for CUDA 12.6 do up to torch 2.14: pytorch#157517, #172352, #190385.
+.. [4] 580 is the last driver branch that supports Maxwell, Pascal and Volta (NVIDIA's Unix deprecation schedule); the
+       open kernel module supports only Turing and later.
+.. [5] Builds for CUDA 12 need branch 525 or later, builds for CUDA 13 branch 580 (CUDA compatibility, table 1).
 """
 
 from collections import Counter
@@ -41,10 +41,10 @@ def check_torch(torch: Section) -> Said:
     if version < LEAST_TORCH:
         yield "torch", "error", told, f"volseg and MONAI need torch {LEAST_TORCH} or later", remedy
     elif version.release[:2] == (2, 9):
-        why = "torch 2.9 runs 3D convolutions under autocast up to four times slower, and takes more memory"
+        why = "torch 2.9 runs 3D convolutions under autocast up to four times slower, and needs more memory"
         yield "torch", "warning", told, why, FOR_VOLTA if VOLTA in _list_capabilities(torch) else remedy
     elif torch["rocm"]:
-        yield "torch", "note", told, "nobody has tried volseg on AMD's GPUs; its fast kernels are for NVIDIA's"
+        yield "torch", "note", told, "volseg is untested on AMD GPUs; its fast kernels need NVIDIA GPUs"
     else:
         yield "torch", "ok", told
 
@@ -64,17 +64,17 @@ def check_architectures(torch: Section) -> Said:
     for (name, capability), count in kinds.items():
         told = f"{count} x {name}, sm_{capability[0]}{capability[1]}"
         if has_code_for(capability, torch["architectures"]):
-            yield "gpu.architecture", "ok", f"{told}, among what the build has code for"
+            yield "gpu.architecture", "ok", f"{told}, supported by this build of torch"
             continue
         newer = f'{INSTALL} "torch>=2.10" {WHEELS}{"cu128" if capability >= BLACKWELL else "cu126"}'
         remedy = FOR_VOLTA if capability <= VOLTA else newer
-        why = "its kernels end with 'no kernel image is available for execution on the device'"
-        has = f"this build (torch {torch['version']}) has code for {', '.join(torch['architectures'])}"
+        why = "every kernel fails with 'no kernel image is available for execution on the device'"
+        has = f"this build (torch {torch['version']}) only has code for {', '.join(torch['architectures'])}"
         yield "gpu.architecture", "error", f"{told}; {has}", why, remedy
 
 
 def has_code_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Return whether a build has code for a GPU: binaries of the same generation, or PTX of an earlier or the same one.
+    """Return whether a build has code for a GPU: binaries of the same generation, or PTX of the same or an earlier one.
 
     >>> has_code_for((7, 0), ("sm_75", "sm_80")), has_code_for((8, 9), ("sm_80",))
     (False, True)
@@ -97,32 +97,32 @@ def check_cudnn(torch: Section) -> Said:
         return
     if number is None:
         why = "convolutions run several times slower without it"
-        yield "cudnn", "warning", "there is no cuDNN", why, f"{INSTALL} torch {_index(torch)}"
+        yield "cudnn", "warning", "this build of torch has no cuDNN", why, f"{INSTALL} torch {_index(torch)}"
         return
     told = f"cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}"
     has_volta = VOLTA in _list_capabilities(torch)
     if has_volta and number >= FIRST_CUDNN_WITHOUT_VOLTA:
         remedy = f'{FOR_VOLTA} && pip install "nvidia-cudnn-cu12<9.11"'
-        yield "cudnn", "error", told, "cuDNN from 9.11 on does not run on a V100", remedy
+        yield "cudnn", "error", told, "cuDNN 9.11 and later do not support the V100", remedy
     elif number not in WRONG_CUDNN:
         yield "cudnn", "ok", told
     else:
         why = (
-            "cuDNN 9.8 to 9.14 may compute 3D convolutions of large volumes wrongly in half precision; torch from "
-            "2.9.1 on uses it for these only if they lie channels last"
+            "cuDNN 9.8 to 9.14 can give wrong results for 3D convolutions of large volumes in half precision; "
+            "torch 2.9.1 and later use it for these only in channels-last layout"
         )
         remedy = f'pip install "nvidia-cudnn-cu{torch["cuda"].partition(".")[0]}>=9.15"'
         if has_volta:
-            remedy = "volseg train CONFIG --set training.memory_format=channels_last (later ones of cuDNN have no V100)"
+            remedy = "volseg train CONFIG --set training.memory_format=channels_last (later cuDNN drops the V100)"
         yield "cudnn", "warning", told, why, remedy
 
 
 LAST_WITH_VOLTA = 580
 VOLTA_DEVICES = range(0x1D80, 0x1E00)
-"""NVIDIA's numbers of GV100: V100 and Titan V."""
+"""PCI device ids of GV100: V100 and Titan V."""
 
 LEAST_BRANCH = {"12": 525, "13": 580}
-"""Least driver branch by CUDA's major version."""
+"""Oldest driver branch that works, by CUDA's major version."""
 
 DRIVER_FOR_VOLTA = (
     "sudo apt-get install nvidia-driver-580-server   (proprietary; not nvidia-driver-580-server-open), then sudo reboot"
@@ -140,17 +140,17 @@ def check_driver(driver: Section, torch: Section | None = None) -> Said:
     least = LEAST_BRANCH.get((cuda or "").partition(".")[0], 0)
     if _has_volta(driver, torch) and (branch > LAST_WITH_VOLTA or driver["is_open"]):
         why = (
-            "the open kernel module drives no Volta; it needs the proprietary one"
+            "the open kernel module does not support Volta (V100); only the proprietary one does"
             if branch <= LAST_WITH_VOLTA
-            else "580 is the last branch that drives Volta (V100), with its proprietary kernel module"
+            else "580 is the last branch that supports Volta (V100), with the proprietary kernel module"
         )
         yield "driver", "error", told, why, DRIVER_FOR_VOLTA
     elif branch < least:
         remedy = f"{INSTALL} torch {WHEELS}cu126"
         if branch < LEAST_BRANCH["12"]:
             remedy = f"sudo apt-get install nvidia-driver-{LAST_WITH_VOLTA}-server, then sudo reboot"
-        found = f"{told}, and torch is built for CUDA {cuda}"
-        yield "driver", "error", found, f"CUDA {cuda} needs branch {least} or later", remedy
+        found = f"{told}, but torch is built for CUDA {cuda}"
+        yield "driver", "error", found, f"CUDA {cuda} needs driver branch {least} or later", remedy
     else:
         yield "driver", "ok", told
 
@@ -169,9 +169,9 @@ def check_gpus_seen(
         fewer = f" of {there}" if there > seen else ""
         yield "gpu.seen", "ok", f"torch sees {seen}{fewer} GPU{'s' if seen > 1 else ''}"
     elif not there and not driver["nodes"]:
-        yield "gpu.seen", "note", "there is no NVIDIA GPU", "trainings run on the CPU, tens of times slower"
+        yield "gpu.seen", "note", "this machine has no NVIDIA GPU", "training runs on the CPU, tens of times slower"
     else:
-        found = f"{max(there, len(driver['nodes']))} NVIDIA GPU(s) in the machine, of which torch sees none"
+        found = f"torch sees none of the {max(there, len(driver['nodes']))} NVIDIA GPU(s) of this machine"
         said = torch["refused"] or driver["refused"]
         hidden = python["variables"].get("CUDA_VISIBLE_DEVICES") if python else None
         cause = _find_cause(torch, driver, hidden, bool(system and system["in_container"]))
@@ -179,24 +179,24 @@ def check_gpus_seen(
 
 
 def _find_cause(torch: Section, driver: Section, hidden: str | None, in_container: bool) -> tuple[str, str]:
-    """Return cause and remedy for unusable GPUs; the most obvious cause is tried first."""
+    """Return cause and remedy for unusable GPUs; try the most obvious cause first."""
     has_volta = _has_volta(driver, torch)
     if hidden is not None:
-        return f"CUDA_VISIBLE_DEVICES is {hidden!r}, which hides them", "unset CUDA_VISIBLE_DEVICES"
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides them", "unset CUDA_VISIBLE_DEVICES"
     if torch["cuda"] is None:
-        return "this torch is a build for CPUs", f"{INSTALL} torch {WHEELS}{'cu126' if has_volta else 'cu128'}"
+        return "this torch is a CPU-only build", f"{INSTALL} torch {WHEELS}{'cu126' if has_volta else 'cu128'}"
     if driver["version"] is None:
         needed = DRIVER_FOR_VOLTA if has_volta else "sudo apt-get install nvidia-driver-580-server-open"
         return "no NVIDIA driver is loaded", needed
     if not driver["nodes"] and in_container:
-        return "the container was started without them", "docker run --gpus all ... (needs nvidia-container-toolkit)"
-    return "driver, GPU and build do not fit each other", "nvidia-smi; dmesg | grep -i -e nvrm -e xid"
+        return "the container was started without GPUs", "docker run --gpus all ... (needs nvidia-container-toolkit)"
+    return "the driver, the GPU and the build of torch do not match", "nvidia-smi; dmesg | grep -i -e nvrm -e xid"
 
 
 SLOW_LINK = 5.0
-"""GB/s. PCIe 3 copies 12, NVLink 40 or more; a slower link uses main memory or a narrow slot."""
+"""GB/s. PCIe 3 reaches 12, NVLink 40 or more; a slower link uses main memory or a narrow slot."""
 
-BROKEN = "several GPUs would train on broken numbers, silently"
+BROKEN = "training on these GPUs together would silently use wrong values"
 MEND_COPIES = "export NCCL_P2P_DISABLE=1, or switch off the IOMMU (ACS) in the machine's firmware"
 
 
@@ -206,18 +206,18 @@ def check_links(links: Section) -> Said:
     if not peers:
         return
     if wrong := [peer for peer in peers if not peer["is_right"]]:
-        yield "links", "error", f"values do not arrive: {_name_pairs(wrong)}", BROKEN, MEND_COPIES
+        yield "links", "error", f"copies arrive with wrong values: {_name_pairs(wrong)}", BROKEN, MEND_COPIES
         return
     without = [peer for peer in peers if not peer["has_access"]]
     slow = [peer for peer in peers if peer["gb_per_s"] < SLOW_LINK]
     speeds = [peer["gb_per_s"] for peer in peers]
     told = f"{len(peers)} pairs of GPUs, {min(speeds):.0f} to {max(speeds):.0f} GB/s"
     if not without and not slow:
-        yield "links", "ok", f"{told}, each reads the other's memory"
+        yield "links", "ok", f"{told}, all with peer access"
         return
     found = f"{told}; {'no peer access' if without else 'slow'}: {_name_pairs(without or slow)}"
-    why = "cut volumes and pipelines copy at every layer; replicas (parallel.data) need little of it"
-    remedy = "volseg train CONFIG --set parallel.data=N, or GPUs that NVLink joins (nvidia-smi topo -m)"
+    why = "cut volumes and pipelines copy activations within each step; replicas (parallel.data) copy only gradients"
+    remedy = "volseg train CONFIG --set parallel.data=N, or use GPUs connected by NVLink (nvidia-smi topo -m)"
     yield "links", "warning" if slow else "note", found, why, remedy
 
 
@@ -229,32 +229,32 @@ def _name_pairs(peers: Sequence[Section]) -> str:
 def check_all_reduce(all_reduce: Section) -> Said:
     """Report whether an all-reduce over processes gives the right sums."""
     size = all_reduce["size_bytes"]
-    told = f"{all_reduce['processes']} processes add up {size >> 20} MiB by {all_reduce['backend']}"
+    told = f"{all_reduce['processes']} processes sum {size >> 20} MiB with {all_reduce['backend']}"
     told += f", {size / 1e9 / max(all_reduce['seconds'], 1e-9):.3g} GB/s"
     if all_reduce["is_right"]:
         yield "all_reduce", "ok", told
     else:
-        yield "all_reduce", "error", f"{told}, to wrong sums", BROKEN, MEND_COPIES
+        yield "all_reduce", "error", f"{told}; the sums are wrong", BROKEN, MEND_COPIES
 
 
 def check_compiler(compiler: Section, torch: Section | None = None) -> Said:
-    """Report whether Triton can compile kernels, and what it lacks."""
+    """Report whether Triton compiles kernels that compute correctly, and the likely fix if not."""
     capabilities = _list_capabilities(torch)
     takes_fast = any(capability >= AMPERE for capability in capabilities)
     triton = compiler["triton"]
     if not capabilities:
         yield "triton", "ok", f"{f'Triton {triton}' if triton else 'no Triton'}; no GPU to run a kernel on"
     elif triton is None:
-        why = "the fast kernels are written in it; torch's are taken in their place"
-        remedy = "pip install triton   (CUDA builds of torch bring it)"
+        why = "the fast kernels need it; volseg uses torch's kernels instead"
+        remedy = "pip install triton   (CUDA builds of torch include it)"
         yield "triton", "warning" if takes_fast else "note", "Triton is not installed", why, remedy
     elif compiler["kernel"] == "right":
-        yield "triton", "ok", f"Triton {triton} compiled a kernel and ran it, {compiler['seconds']:.1f} s"
+        yield "triton", "ok", f"Triton {triton} compiled and ran a kernel in {compiler['seconds']:.1f} s"
     else:
         said = compiler["refused"] or f"a kernel gave {compiler['kernel']} values"
-        why = "training.kernels: auto takes fast kernels, which Triton compiles when they are first used"
+        why = "training.kernels: auto uses fast kernels, which Triton compiles on first use"
         remedy = (
-            "volseg train CONFIG --set training.kernels=torch; rm -rf ~/.triton/cache where it holds another machine's"
+            "volseg train CONFIG --set training.kernels=torch, or rm -rf ~/.triton/cache if another machine filled it"
         )
         if any(sign in said for sign in ("C compiler", "No such file", "not found", "non-zero exit status")):
             remedy = "sudo apt-get install gcc libc6-dev python3-dev (dnf install gcc python3-devel), or export CC=FILE"

@@ -1,6 +1,6 @@
 """Check Python, packages, memory, cores, limits, disks and environment variables, and report failed gatherers.
 
-What a check needs and yields says `volseg.diagnosis.gpu_checks`.
+`volseg.diagnosis.gpu_checks` describes the parameters and results of a check.
 """
 
 import re
@@ -10,22 +10,22 @@ from volseg.diagnosis.gpu_checks import MEND_COPIES, Said, Section
 
 GIB = 2**30
 SCARCE_MEMORY = 8 * GIB
-"""Imports take 1 GiB per process; the rest is for preparing cases: a CT of 512 x 512 x 500 voxels is 0.5 GiB of
-float32, and preparing holds several copies. A judgement: small tasks need less, hence no error."""
+"""Imports need 1 GiB per process; the rest is for preparing cases: a CT of 512 x 512 x 500 voxels is 0.5 GiB of
+float32, and the preparation keeps several copies. An estimate: small tasks need less, so it is not an error."""
 
 ENOUGH_SHARED_MEMORY = 2**29
-"""NCCL takes some 10 MB per pair of GPUs without peer access and per direction; Docker gives 64 MiB by default."""
+"""NCCL uses about 10 MB per direction and pair of GPUs without peer access; Docker provides 64 MiB by default."""
 
 CORES_PER_GPU = 4
-"""One core launches the GPU's kernels, one prefetches patches, the others prepare cases. A judgement: rented machines
-have 8 to 24 per GPU, and with fewer only the first epoch waits."""
+"""One core launches the GPU's kernels, one prefetches patches, the others prepare cases. An estimate: rented machines
+have 8 to 24 per GPU; with fewer, only the first epoch waits."""
 
 SCARCE_FILES, FEW_FILES = 256, 1024
-"""1024 is Linux's default per process, with which everything here was run. 256 is the least default (macOS).
-Judgements: the need grows with the numbers of processes and of mapped cases."""
+"""1024 is the default per process on Linux, and was enough for all our runs; 256 is the lowest default (macOS).
+Estimates: the need grows with the numbers of processes and of mapped cases."""
 
 SCARCE_DISK, FEW_DISK = GIB, 20 * GIB
-"""A run folder of V-Net takes 1 GiB with its checkpoints; prepared cases of a Decathlon task some tens."""
+"""A run folder of V-Net needs 1 GiB with its checkpoints; prepared cases of a Decathlon task need tens of GiB."""
 
 
 def gib(num_bytes: float) -> str:
@@ -38,7 +38,7 @@ def gib(num_bytes: float) -> str:
 
 
 def check_python(python: Section) -> Said:
-    """Report the Python."""
+    """Report the version, path and start method of Python."""
     told = f"Python {python['version']}, {python['executable']} (starts processes by {python['start_method']})"
     yield "python", "ok", told
 
@@ -46,12 +46,12 @@ def check_python(python: Section) -> Said:
 def check_packages(packages: Section) -> Said:
     """Report the installed versions, and the conflicts between them."""
     if not packages["is_installed"]:
-        found, why = "imported from a checkout, not installed as a package", "whether packages fit it is not known"
+        found, why = "imported from a checkout, not installed as a package", "its requirements cannot be checked"
         yield "packages", "note", found, why, "pip install -e . in the checkout"
         return
     for sentence in packages["unmet"]:
-        needed = re.split(", (?:installed is|which is not)", sentence.removeprefix("volseg needs "))[0]
-        why = "it is not known to work, or known not to"
+        needed = sentence.removeprefix("volseg needs ").partition(", but ")[0]
+        why = "volseg is untested without it, or known to fail"
         yield "packages", "error", sentence, why, f'pip install "{needed}"'
     if not packages["unmet"]:
         known = [f"{name} {version}" for name, version in packages["versions"].items() if version]
@@ -63,36 +63,36 @@ def check_memory(system: Section) -> Said:
     limit, there = system["memory_limit_bytes"], system["memory_bytes"]
     whole = there if limit is None else min(limit, there)
     free = min(system["available_bytes"], whole)
-    told = f"{gib(whole)} of memory, {gib(free)} of it free"
+    told = f"{gib(whole)} of memory, {gib(free)} free"
     if whole < there:
-        told += f" (this container may take {gib(whole)} of the machine's {gib(there)})"
+        told += f" (this container may use {gib(whole)} of the machine's {gib(there)})"
     if free >= SCARCE_MEMORY:
         yield "memory", "ok", told
         return
-    remedy = (
-        "end what else runs (ps aux --sort=-rss | head), or a larger machine; volseg train ... --set data.keep=auto"
-    )
+    remedy = "stop other programs (ps aux --sort=-rss | head), or use a machine with more memory"
     if whole < min(there, SCARCE_MEMORY):
         remedy = "docker run --memory=0 ..., or ask the scheduler for more: srun --mem=32G"
-    why = "cases are kept in memory while they are prepared; the system ends processes that take more than there is"
+    why = "preparing a case needs several copies of it in memory; the system kills processes when memory runs out"
     yield "memory", "warning", told, why, remedy
 
 
 def check_shared_memory(system: Section, torch: Section | None = None) -> Said:
     """Report whether ``/dev/shm`` has room for NCCL."""
     size, free = system["shared_memory_bytes"] or 0, system["shared_memory_free_bytes"] or 0
-    told = f"/dev/shm of {gib(size)}, {gib(free)} of it free" if size else "there is no /dev/shm"  # noqa: S108
+    told = f"/dev/shm has {gib(size)}, {gib(free)} free" if size else "/dev/shm does not exist"  # noqa: S108
     if free >= ENOUGH_SHARED_MEMORY:
         yield "shared_memory", "ok", told
         return
     remedy = "docker run --ipc=host ... (or --shm-size=8g)"
     if size >= ENOUGH_SHARED_MEMORY:
-        remedy = "ls -lh /dev/shm, and remove what ended processes left there"
+        remedy = "ls -lh /dev/shm, and remove the files of dead processes"
     if torch and len(torch["gpus"]) > 1:
-        why = "NCCL takes room there for every pair of GPUs, and ends with 'unhandled system error' where it is full"
+        why = (
+            "NCCL allocates buffers there for every pair of GPUs; if it is full, NCCL reports 'unhandled system error'"
+        )
         yield "shared_memory", "error", told, why, remedy
     else:
-        why = "volseg needs none on one GPU; torch's DataLoader with workers, and trainings on several GPUs do"
+        why = "training on one GPU does not use it; training on several GPUs and torch's DataLoader workers do"
         yield "shared_memory", "note", told, why, remedy
 
 
@@ -104,26 +104,26 @@ def check_cores(system: Section, torch: Section | None = None) -> Said:
         len(torch["gpus"]) if torch else 0,
         torch["threads"] if torch else 1,
     )
-    told = f"{there} cores" + (f" (the container may take {limit:g})" if cores < there else "")
-    told += f", {cores / gpus:g} for each GPU" if gpus else ""
+    told = f"{there} cores" + (f" (the container may use {limit:g})" if cores < there else "")
+    told += f", {cores / gpus:g} per GPU" if gpus else ""
     if cores < gpus * CORES_PER_GPU:
-        why = f"with fewer than {CORES_PER_GPU} for each GPU the first epoch waits for cases that are prepared"
-        remedy = "docker run --cpus=0 ..., srun --cpus-per-task=16, or keep data.cache so that it happens once"
+        why = f"with fewer than {CORES_PER_GPU} per GPU, the first epoch waits while cases are prepared"
+        remedy = "docker run --cpus=0 ..., srun --cpus-per-task=16, or keep data.cache=auto to prepare cases only once"
         yield "cores", "warning", told, why, remedy
     else:
         yield "cores", "ok", told
     if threads > cores + 1:
-        told = f"torch computes with {threads} threads on {cores:g} cores"
-        why = "threads that wait for each other make trainings and preparation on the CPU several times slower"
+        told = f"torch uses {threads} threads on {cores:g} cores"
+        why = "with more threads than cores, training and preparing on the CPU run several times slower"
         yield "threads", "warning", told, why, f"export OMP_NUM_THREADS={max(1, int(cores))}"
 
 
 def check_limits(system: Section) -> Said:
     """Report the limit of open files per process."""
     files, hard = system["open_files"], system["open_files_hard"]
-    told = f"{files} open files a process"
+    told = f"at most {files} open files per process"
     if files < FEW_FILES:
-        why = "cases, libraries and connections between processes end with 'Too many open files'"
+        why = "opening cases, libraries and connections between processes can fail with 'Too many open files'"
         remedy = "docker run --ulimit nofile=65536 ..., or nofile in /etc/security/limits.conf"
         if hard >= FEW_FILES:
             remedy = f"ulimit -n {max(FEW_FILES, min(hard, 65536))}"
@@ -137,7 +137,7 @@ WAYS = {
     "runs": "volseg train ... --output FOLDER on a larger disk",
     "temporary": "export TMPDIR=FOLDER on a larger disk",
 }
-"""Remedies by role of the folder: ways to write elsewhere."""
+"""Remedies by role of the folder: how to write elsewhere."""
 
 
 def check_folders(folders: Section) -> Said:
@@ -147,8 +147,8 @@ def check_folders(folders: Section) -> Said:
         name, remedy = f"disk.{role}", WAYS[role]
         told = f"{folder['path']}: {gib(free)} free of {gib(folder['total_bytes'])}"
         if folder["refused"] is not None:
-            found = f"{folder['existing']} takes no file: {folder['refused']}"
-            why = "cases are prepared anew in each run" if role == "cache" else "nothing that is made could be kept"
+            found = f"{folder['existing']} is not writable: {folder['refused']}"
+            why = "each run prepares its cases again" if role == "cache" else "results cannot be saved"
             yield name, "warning" if role == "cache" else "error", found, why, remedy
         elif free < SCARCE_DISK and role != "temporary":
             why = "checkpoints and prepared cases need more; a full disk ends the training"
@@ -160,25 +160,25 @@ def check_folders(folders: Section) -> Said:
 
 
 HARMFUL: Mapping[str, tuple[str, str, str]] = {
-    "CUDA_LAUNCH_BLOCKING": ("1", "warning", "every kernel is waited for, and steps cannot be recorded"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (".+", "warning", "every tensor asks the driver for memory"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "warning", "Python waits for every kernel, and steps cannot be recorded"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (".+", "warning", "every tensor requests its memory from the driver"),
     "PYTORCH_CUDA_ALLOC_CONF": (
         ".*backend:cudaMallocAsync.*",
         "warning",
-        "CUDA graphs are captured in another way than with torch's own allocator, and volseg plan does not model it",
+        "this allocator captures CUDA graphs differently from torch's own, and volseg plan does not model it",
     ),
-    "NCCL_P2P_DISABLE": ("1", "warning", "GPUs talk over main memory in place of NVLink"),
-    "NCCL_SHM_DISABLE": ("1", "warning", "GPUs without peer access talk over the network"),
+    "NCCL_P2P_DISABLE": ("1", "warning", "GPUs communicate through main memory instead of NVLink"),
+    "NCCL_SHM_DISABLE": ("1", "warning", "GPUs without peer access communicate over the network"),
     "TRITON_INTERPRET": ("1", "error", "kernels are interpreted line by line, thousands of times slower"),
     "LD_LIBRARY_PATH": (
         "(?i:.*(cuda|cudnn|nccl).*)",
         "warning",
-        "torch brings its own CUDA libraries, and those of this folder are taken in their place",
+        "the CUDA libraries of this folder replace those that torch includes",
     ),
-    "PYTHONHOME": (".+", "warning", "Python takes another one's library"),
-    "RANK": (".+", "warning", "volseg takes itself for one process of a job, and waits for the others"),
+    "PYTHONHOME": (".+", "warning", "Python uses the standard library of another installation"),
+    "RANK": (".+", "warning", "volseg assumes that this is one process of a job, and waits for the others"),
 }
-"""Pattern of the harmful values (of the whole value), level, and effect by variable."""
+"""Pattern that matches a whole harmful value, level, and effect, by variable."""
 
 
 def check_variables(python: Section) -> Said:
@@ -198,35 +198,35 @@ def check_variables(python: Section) -> Said:
 MEANINGS = {
     "torch": (
         "error",
-        "nothing can be trained or predicted without torch",
+        "training and prediction need torch",
         "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cpu   "
-        "(or cu126, cu128 ... in place of cpu); where it hangs: nvidia-smi, and restart the machine if that hangs too",
+        "(or cu126, cu128 ... in place of cpu); if it hangs: nvidia-smi, and restart the machine if that hangs too",
     ),
     "driver": (
         "warning",
-        "a driver that does not answer ends in trainings that hang",
+        "training hangs if the driver does not respond",
         "nvidia-smi; if that hangs: restart the machine, and look for Xid errors: dmesg | grep -i xid",
     ),
     "all_reduce": (
         "error",
-        "trainings on several processes cannot add up their gradients",
-        "NCCL_DEBUG=INFO volseg doctor; often the shared memory (docker run --ipc=host) or the network interface "
-        "(export NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo); between GPUs that hang: export NCCL_P2P_DISABLE=1",
+        "training on more than one process cannot sum gradients",
+        "NCCL_DEBUG=INFO volseg doctor; often the cause is shared memory (docker run --ipc=host) or the network "
+        "interface (export NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo); if GPUs hang: export NCCL_P2P_DISABLE=1",
     ),
     "links": (
         "error",
-        "what GPUs send each other does not arrive, so several of them cannot train together",
+        "GPUs cannot train together unless copies between them work",
         f"{MEND_COPIES}; restart the machine after Xid errors: dmesg | grep -i xid",
     ),
     "folders": (
         "error",
-        "a folder that does not answer stops the training that reads or writes there",
-        "df -h; export VOLSEG_CACHE=FOLDER on a disk that answers, and volseg train ... --output FOLDER",
+        "a training hangs if a folder that it reads or writes does not respond",
+        "df -h; export VOLSEG_CACHE=FOLDER on a disk that responds, and volseg train ... --output FOLDER",
     ),
 }
 """Level, meaning and remedy of failures by gatherer; other failures only mean that a section is unknown."""
 
-UNKNOWN = ("nothing is known of what it looks at", "volseg doctor --json > doctor.json, and send it with a report")
+UNKNOWN = ("this could not be checked", "volseg doctor --json > doctor.json, and attach the file to a bug report")
 
 
 def check_failures(failures: Sequence[Section], torch: Section | None = None) -> Said:
@@ -235,7 +235,7 @@ def check_failures(failures: Sequence[Section], torch: Section | None = None) ->
         level, why, remedy = MEANINGS.get(failure["name"], ("warning", *UNKNOWN))
         if failure["name"] == "all_reduce" and not (torch and torch["gpus"]):
             level = "warning"
-        ended = "ended by its time limit" if failure["timed_out"] else "failed"
+        ended = "timed out" if failure["timed_out"] else "failed"
         yield failure["name"], level, f"{ended}: {failure['reason']}", why, remedy
 
 

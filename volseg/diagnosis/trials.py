@@ -1,4 +1,4 @@
-"""Gather what torch, GPUs and processes do when they are tried: run by `volseg.diagnosis.gatherers`."""
+"""Gather facts by trying torch, GPUs and processes: run by `volseg.diagnosis.gatherers`."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from volseg.version import installed_version
 def gather_torch() -> Section:
     """Return the build of torch and the GPUs that it sees, or why CUDA refused; initialises CUDA.
 
-    ``cuda`` is null for a CPU build, ``cudnn`` in cuDNN's form (91002 is 9.10.2), ``threads`` those of the CPU.
+    ``cuda`` is null for a CPU build, ``cudnn`` has cuDNN's form (91002 is 9.10.2), ``threads`` counts CPU threads.
     """
     gpus: list[Section] = []
     refused = None
@@ -28,7 +28,7 @@ def gather_torch() -> Section:
             capability, memory = (told.major, told.minor), told.total_memory
             gpus.append({"index": index, "name": told.name, "capability": capability, "memory_bytes": memory})
         if not gpus and torch.version.cuda is not None:
-            torch.cuda.init()  # says why there are none
+            torch.cuda.init()  # its error says why there are no GPUs
     except RuntimeError as fault:
         refused = str(fault).strip().splitlines()[0]
     nccl = torch.cuda.nccl.version() if torch.version.cuda is not None and gpus else None
@@ -87,7 +87,7 @@ LIMIT = timedelta(seconds=90)
 
 
 def gather_all_reduce() -> Section:
-    """All-reduce over processes as in a training: one process per GPU by NCCL, or two by gloo without GPUs."""
+    """All-reduce over processes as in a training: one process per GPU with NCCL, or two with gloo without GPUs."""
     count = torch.cuda.device_count() or 2
     os.environ |= {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", **os.environ}  # NCCL explains failures only with it
     for name in ("RANK", "WORLD_SIZE"):  # of another job's launcher
@@ -99,7 +99,7 @@ def gather_all_reduce() -> Section:
 
 
 def add_up(own: int, size: int, folder: str) -> None:
-    """All-reduce with the other processes, as one of ``size``; the first writes time and correctness to ``answer``."""
+    """All-reduce as process ``own`` of ``size``; process 0 writes time and correctness to ``answer``."""
     gpus = [own] if torch.cuda.device_count() else []
     backend = "nccl" if gpus else "gloo"
     device = torch.device("cuda", own) if gpus else torch.device("cpu")
@@ -125,10 +125,10 @@ def add_up(own: int, size: int, folder: str) -> None:
 
 
 def gather_compiler() -> Section:
-    """Compile one of volseg's kernels and run it, if there is Triton and a GPU; Triton needs a C compiler for that.
+    """Compile one of volseg's kernels and run it, if Triton and a GPU are present; Triton needs a C compiler for it.
 
-    ``kernel`` is one of right, wrong and not run, ``refused`` the error of Triton, compiler or driver, ``seconds`` the
-    time for compiling the kernel and running it once.
+    ``kernel`` is right, wrong or not run; ``refused`` is the error of Triton, compiler or driver; ``seconds`` is the
+    time to compile the kernel and run it once.
     """
     triton = installed_version("triton")
     kernel, refused, seconds = "not run", None, None
@@ -146,7 +146,7 @@ def try_kernel(device: str = "cuda") -> bool:
     """Compile one of volseg's kernels with an empty cache, which would hide a broken compiler; compare with torch."""
     with tempfile.TemporaryDirectory(prefix="volseg_doctor_") as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        # Both import Triton, which may fail, and which reads the variable above.
+        # Both import Triton, which may fail and reads the variable above.
         from volseg.device.norm.activation import Term
         from volseg.device.norm.passes import affine
 

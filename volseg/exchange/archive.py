@@ -2,12 +2,12 @@
 
 ::
 
-    manifest.json            format, version, what it is, SHA-256 of every other member
-    0/config.yaml ...        the members, stored as they are
+    manifest.json            format, version, kind of content, SHA-256 of every other member
+    0/config.yaml ...        the members, uncompressed
 
 Members are stored uncompressed: weights hardly compress, the bytes do not depend on zlib's version, and no member is
-larger than the file. Every hash is compared before a member is used. Members are returned as bytes by name, so an
-archive chooses no path on the disk.
+larger than the file. All hashes are compared before any member is used. Members are returned as bytes by name, so
+an archive cannot choose paths on the disk.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ LONG_AGO = (1980, 1, 1, 0, 0, 0)
 
 
 def write_archive(path: str | Path, about: Mapping[str, Any], members: Mapping[str, bytes]) -> Path:
-    """Write members and their manifest in one step; equal members give equal bytes.
+    """Write members and their manifest atomically; equal members give equal bytes.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def _digest(members: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def is_archive(path: str | Path) -> bool:
-    """Say whether a file is a zip archive with a manifest."""
+    """Return whether a file is a zip archive with a manifest."""
     try:
         with zipfile.ZipFile(path) as archive:
             return MANIFEST in archive.namelist()
@@ -70,7 +70,7 @@ def is_archive(path: str | Path) -> bool:
 
 
 def read_archive(path: str | Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the manifest, and the members after their hashes were compared.
+    """Return the manifest and the members of an archive, after comparing their hashes.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def read_archive(path: str | Path) -> tuple[dict[str, Any], dict[str, bytes]]:
             entries = archive.infolist()
             is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
             if not is_stored or sum(entry.file_size for entry in entries) > Path(path).stat().st_size:
-                raise ValueError("its members are not stored as they are")
+                raise ValueError("its members are compressed or overlap")
             members = {entry.filename: archive.read(entry) for entry in entries}
         manifest = parse_json(members.pop(MANIFEST, b"null"))
     except DAMAGES as fault:
@@ -91,9 +91,9 @@ def read_archive(path: str | Path) -> tuple[dict[str, Any], dict[str, bytes]]:
         ) from fault
     if not isinstance(manifest, dict) or {key: manifest.get(key) for key in FORMAT} != FORMAT:
         raise CheckpointError(
-            f"{path} is not a file of volseg export in the format that volseg {__version__} reads ({FORMAT}); export "
-            "the model again, or install the version that wrote it"
+            f"{path} is not an archive of volseg export in the format that volseg {__version__} reads ({FORMAT}); "
+            "export the model again, or install the version that wrote it"
         )
     if manifest.get("files") != _digest(members):
-        raise CheckpointError(f"{path} differs from the SHA-256 in its manifest; it was changed: copy it again")
+        raise CheckpointError(f"{path} does not match the hashes in its manifest; copy it again")
     return manifest, members

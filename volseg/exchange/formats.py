@@ -1,8 +1,8 @@
 """Export a network for other programs: as TorchScript, as ONNX, or as a MONAI bundle.
 
-An export to TorchScript or ONNX traces one path through the network's code, for the sizes of its example. So the result
-is compared with the network on other numbers, on several volumes at once and on another size before it is kept, and
-refused if it differs.
+An export to TorchScript or ONNX traces one path through the network's code, for the sizes of its example. The result is
+therefore compared with the network on other values, on several volumes at once and on another size, and refused if it
+differs.
 
 MONAI runs a bundle without volseg: ``python -m monai.bundle run`` prepares, predicts and writes. MONAI's own networks
 are described by their name and parameters, with weights in ``models/model.pt``; another network is TorchScript in
@@ -113,7 +113,7 @@ def _describe_volume(
 
 
 def _list_steps(source: BundleSource) -> dict[str, Any]:
-    """Return ``inference.json``: the volumes that ``dataset_dir`` names, through the network, into ``output_dir``."""
+    """Return ``inference.json``: it predicts the volumes in ``dataset_dir`` and writes to ``output_dir``."""
     prepared = [
         _apply("LoadImaged", ensure_channel_first=True),
         *(_translate(component, len(source.channels)) for component in source.preprocessing),
@@ -189,7 +189,7 @@ def _apply(transform: str, keys: str = "image", /, **parameters: Any) -> dict[st
 
 
 def _translate(component: Mapping[str, Any], channels: int) -> dict[str, Any]:
-    """Return a step of the preprocessing in MONAI's transforms."""
+    """Return the MONAI transform for a preprocessing step."""
     given = {key: value for key, value in component.items() if key != "name"}
     of_all = given.get("channels") in (None, list(range(channels)))
     match component.get("name"):
@@ -208,7 +208,7 @@ def _translate(component: Mapping[str, Any], channels: int) -> dict[str, Any]:
             scaled = {"b_min": (low - mean) / std, "b_max": (high - mean) / std}
             return _apply("ScaleIntensityRanged", a_min=low, a_max=high, **scaled, clip=True)
     raise ConfigError(
-        f"a MONAI bundle cannot hold the step {dict(component)} of the preprocessing; supported: Orientation, Spacing "
+        f"a MONAI bundle cannot contain the preprocessing step {dict(component)}; supported: Orientation, Spacing "
         "(thick_slices: linear), CropForeground, ZScore, ClipZScore (with mean and std). Export an archive instead"
     )
 
@@ -227,16 +227,16 @@ def write_torchscript(network: nn.Module, shapes: Sizes, path: Path) -> Path:
     Parameters
     ----------
     network : nn.Module
-        From (B, C, D, H, W) to logits, on the CPU, in evaluation mode.
+        Maps (B, C, D, H, W) to logits; on the CPU, in evaluation mode.
     shapes : sequence of shapes
-        (B, C, D, H, W) each; it is followed on the first and compared on all.
+        Shapes (B, C, D, H, W): the network is traced on the first and compared on all.
     path : Path
-        Of the file.
+        Path of the file.
 
     Raises
     ------
     ConfigError
-        If the network cannot be followed, or what came out gives other logits.
+        If the network cannot be traced, or the trace gives other logits.
     """
     content = trace(network, shapes)
     with replacing(path) as partial:
@@ -248,7 +248,7 @@ def trace(network: nn.Module, shapes: Sizes) -> bytes:
     """Return a network as the bytes of a TorchScript file; see `write_torchscript`."""
     stream = io.BytesIO()
     with torch.no_grad(), _refusing("TorchScript", network), warnings.catch_warnings():
-        # Newer torch calls torch.jit deprecated, and warns of Python numbers, which the comparison is there for.
+        # Newer torch warns that torch.jit is deprecated, and of Python numbers; the comparison detects wrong ones.
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.trace(network, _draw(shapes[0]), check_trace=False), stream)
         stream.seek(0)
@@ -258,15 +258,15 @@ def trace(network: nn.Module, shapes: Sizes) -> bytes:
 
 
 def write_onnx(network: nn.Module, shapes: Sizes, path: Path) -> Path:
-    """Write a network as ONNX, opset 18, for any number of volumes of the first shape's size; parameters as above.
+    """Write a network as ONNX, opset 18, for any number of volumes of the first shape's size; see `write_torchscript`.
 
     Raises
     ------
     ConfigError
-        If the packages are not installed, the network cannot be followed, or onnxruntime gives other logits.
+        If the packages are not installed, the network cannot be traced, or onnxruntime gives other logits.
     """
     try:
-        # Only here: an optional extra, and seconds of imports.
+        # Imported here: optional packages that take seconds to import.
         import onnx
         import onnxruntime
         import onnxscript
@@ -278,7 +278,7 @@ def write_onnx(network: nn.Module, shapes: Sizes, path: Path) -> Path:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "network.onnx"
         with torch.no_grad(), _refusing("ONNX", network), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch about its own use of onnxscript
+            warnings.simplefilter("ignore")  # torch warns about its own use of onnxscript
             torch.onnx.export(
                 network,
                 (_draw((2, *shapes[0][1:])),),
@@ -310,8 +310,8 @@ def _refusing(kind: str, network: nn.Module) -> Iterator[None]:
     except Exception as fault:  # torch's exporters raise errors of many kinds
         lines = str(fault).strip().splitlines() or [type(fault).__name__]
         raise ConfigError(
-            f"{type(network).__name__} cannot be written as {kind}: {lines[0]}; export it as an archive, "
-            "which volseg predicts with"
+            f"{type(network).__name__} cannot be written as {kind}: {lines[0]}; export an archive instead, with which "
+            "volseg predicts"
         ) from fault
 
 
@@ -320,15 +320,15 @@ def _draw(shape: Sequence[int]) -> Tensor:
 
 
 def require_same_logits(network: nn.Module, made: Callable[[Tensor], Any], shapes: Sizes, kind: str) -> None:
-    """Raise unless both give the same logits on every shape."""
+    """Raise unless the network and its export return the same logits for every shape."""
     for image in map(_draw, shapes):
         with torch.no_grad(), _refusing(kind, network):
             expected, found = network(image), made(image)
         if not isinstance(found, Tensor) or found.shape != expected.shape:
-            raise ConfigError(f"as {kind} the network gives another shape on {tuple(image.shape)}; it is not kept")
+            raise ConfigError(f"the {kind} export returns another shape for {tuple(image.shape)}: it is not written")
         apart = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
         if not apart <= TOLERANCE:
             raise ConfigError(
-                f"as {kind} the network gives other logits on {tuple(image.shape)}: they differ by {apart:.2g} of the "
-                f"largest one, at most {TOLERANCE:g} is allowed; it is not kept"
+                f"the {kind} export returns other logits for {tuple(image.shape)}: they differ by {apart:.2g} of the "
+                f"largest logit, but at most {TOLERANCE:g} is allowed: it is not written"
             )

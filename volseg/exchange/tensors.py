@@ -1,11 +1,11 @@
-"""Read and write files of named tensors, without running code from them: safetensors, and what ``torch.save`` wrote.
+"""Read and write files of named tensors, without running code from them: safetensors, and files of ``torch.save``.
 
 The safetensors format, a header in JSON and then the numbers, is small, so this module writes it without the
 safetensors library. The tests compare with that library if it is installed. Equal tensors give equal bytes.
 
-Only `read_torch_file` calls ``torch.load``. Torch compares no checksum, so a flipped bit would
-change weights without an error: every checksum is compared before deserialising. The checks and torch read the same
-open file, so it cannot be replaced in between.
+Only `read_torch_file` calls ``torch.load``. Torch does not compare checksums, so a flipped bit would change weights
+without an error: `read_torch_file` compares every checksum first. The checks and torch read the same open file, so it
+cannot be replaced in between.
 
 References
 ----------
@@ -47,7 +47,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 MOST_HEADER = 100_000_000
-"""Bytes of a header; the library's own limit."""
+"""Maximum size of a header in bytes; the library has the same limit."""
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
@@ -64,7 +64,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> bytes:
         tensor = tensors[name]
         if not isinstance(tensor, Tensor) or tensor.dtype not in NAMES:
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise CheckpointError(f"safetensors cannot store {kind}, the type of {name}; it stores {', '.join(DTYPES)}")
+            raise CheckpointError(f"safetensors cannot store {kind}, the type of {name}; use {', '.join(DTYPES)}")
         tensor = tensor.detach().cpu().contiguous()
         content = tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
         end = offset + len(content)
@@ -85,10 +85,10 @@ def unpack_tensors(content: bytes, where: str) -> dict[str, Tensor]:
         If the header is damaged, a type is unknown, or data are missing, surplus or shared.
     """
     if len(content) < 8:
-        raise CheckpointError(f"{where} is damaged: {len(content)} bytes are not a safetensors file")
+        raise CheckpointError(f"{where} is damaged: it has only {len(content)} bytes")
     (length,) = struct.unpack("<Q", content[:8])
     if length > min(MOST_HEADER, len(content) - 8):
-        raise CheckpointError(f"{where} is damaged: a header of {length} bytes in a file of {len(content)}")
+        raise CheckpointError(f"{where} is damaged: {len(content)} bytes with a header of {length} bytes")
     try:
         header = parse_json(content[8 : 8 + length])
         entries = {name: _read_entry(entry) for name, entry in header.items() if name != "__metadata__"}
@@ -97,7 +97,7 @@ def unpack_tensors(content: bytes, where: str) -> dict[str, Tensor]:
     data, expected, tensors = memoryview(content)[8 + length :], 0, {}
     for name, (dtype, shape, start, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
         if start != expected or end - start != math.prod(shape) * dtype.itemsize or end > len(data):
-            raise CheckpointError(f"{where} is damaged: {name} should lie at bytes {expected} on, got {start} to {end}")
+            raise CheckpointError(f"{where} is damaged: {name} should start at byte {expected}, got {start} to {end}")
         expected = end
         numbers = torch.frombuffer(bytearray(data[start:end]), dtype=dtype) if end > start else torch.empty(0).to(dtype)
         tensors[name] = numbers.reshape(shape)
@@ -121,19 +121,19 @@ SAVE_AGAIN = "torch.save(torch.load(FILE, weights_only=True), FILE)"
 
 
 def read_torch_file(path: Path, device: torch.device | str = "cpu") -> Any:
-    """Return what ``torch.save`` wrote: tensors, plain values and numpy's numbers.
+    """Read a file of ``torch.save`` with tensors, plain values and numpy's numbers.
 
     Parameters
     ----------
     path : path
         The file.
     device : torch.device or str
-        Where to put the tensors.
+        Device of the tensors.
 
     Raises
     ------
     CheckpointError
-        If the file is absent or damaged in any bit, carries no checksums (torch before 1.6), or holds anything else.
+        If the file is absent or damaged in any bit, has no checksums (torch before 1.6), or contains anything else.
     """
     try:
         with path.open("rb") as file:
@@ -143,7 +143,7 @@ def read_torch_file(path: Path, device: torch.device | str = "cpu") -> Any:
                 return torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as fault:
         raise CheckpointError(
-            f"{path} holds more than tensors, plain values and numpy's numbers, so it is not read: opening it could "
+            f"{path} contains more than tensors, plain values and numpy's numbers, so it is not read: opening it could "
             f"run arbitrary code ({_name_global(fault)}). If you trust its source, load it with the program that wrote "
             "it and save only the tensors: torch.save(network.state_dict(), FILE). From a checkpoint of nnU-Net, save "
             "a dict of network_weights, init_args, trainer_name and inference_allowed_mirroring_axes"
@@ -158,7 +158,7 @@ def read_torch_file(path: Path, device: torch.device | str = "cpu") -> Any:
 
 
 def _require_intact(file: BinaryIO, path: Path) -> None:
-    """Raise unless every part of the file agrees with its checksum."""
+    """Raise unless every part of the file matches its checksum."""
     if not zipfile.is_zipfile(file):
         file.seek(0)
         if file.read(2) == b"PK":
@@ -175,26 +175,26 @@ def _require_intact(file: BinaryIO, path: Path) -> None:
                 "torch.save(torch.jit.load(FILE).state_dict(), 'weights.pt')"
             )
         if len({part.filename for part in parts}) < len(parts):
-            raise zipfile.BadZipFile("it holds a part twice")
+            raise zipfile.BadZipFile("it contains a part twice")
         for part in parts:
             if part.compress_type != zipfile.ZIP_STORED or part.compress_size != part.file_size:
                 raise zipfile.BadZipFile(f"its part {part.filename} is compressed, which torch.save never does")
             if part.is_dir() or part.external_attr & DOS_FOLDER:
                 raise zipfile.BadZipFile(f"its part {part.filename} is marked as a folder")
         if (bad := archive.testzip()) is not None:
-            raise zipfile.BadZipFile(f"its part {bad} differs from its checksum")
+            raise zipfile.BadZipFile(f"its part {bad} does not match its checksum")
 
 
 def _list_numbers() -> list[Any]:
-    """Return the names that a pickle may call; all of them only rebuild a number of numpy's."""
+    """Return the names that a pickle may call: they only rebuild numpy's numbers."""
     scalar: Any = np._core.multiarray.scalar if hasattr(np, "_core") else np.core.multiarray.scalar  # type: ignore[attr-defined]
     kinds = [np.dtype(code) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?US"]
-    # numpy 2 moved the function; a checkpoint names its place in the numpy that wrote it.
+    # numpy 2 moved the function; a checkpoint contains its path in the numpy that wrote the file.
     named = [(scalar, f"numpy.{place}.multiarray.scalar") for place in ("core", "_core")]
     return [*named, np.dtype, *{type(kind) for kind in kinds}]
 
 
 def _name_global(fault: BaseException) -> str:
-    """Return the class or function that the file asked for, from torch's long message."""
+    """Return the class or function that the file names, from torch's long message."""
     named = re.search(r"GLOBAL \S+|<class '[^']+'>", str(fault))
     return named.group() if named else str(fault).strip().rpartition("\n")[2]

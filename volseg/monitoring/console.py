@@ -1,8 +1,7 @@
 """Show progress bars on a terminal, and the lines of the log above them.
 
-Bars are drawn where somebody looks: on a terminal. In the log of a cluster or of CI, where each redrawing would be a
-line of its own, there are none, and a training says one line for each epoch. Scripts take every line as JSON
-(``--json-logs``), or warnings alone (``--quiet``).
+Bars are drawn only on a terminal. In the log of a cluster or of CI, each redrawing would add a line, so a training logs
+one line per epoch instead. For scripts, ``--json-logs`` writes every line as JSON, and ``--quiet`` only warnings.
 """
 
 import json
@@ -28,24 +27,24 @@ logger = logging.getLogger(__name__)
 Form = Literal["text", "json", "quiet"]
 
 LOGS = "VOLSEG_LOGS"
-"""Variable of the environment: ``text``, ``json``, ``quiet`` or ``json,quiet``, for processes that a command starts as
-for its own."""
+"""Environment variable: ``text``, ``json``, ``quiet`` or ``json,quiet``, for a command's own process and the processes
+that it starts."""
 
 FIELDS = "fields"
-"""Attribute of a log record with further fields of its line of JSON: ``extra={FIELDS: {...}}``."""
+"""Attribute of a log record with additional fields for its line of JSON: ``extra={FIELDS: {...}}``."""
 
 REDRAWN_PER_SECOND = 1
 """Each redrawing takes a millisecond of the host."""
 
 
 class _Stream:
-    """Stream of the bars: standard error, whose failures a training does not hear of.
+    """Stream of the bars: standard error, without its errors.
 
-    A full disk under a log, or a terminal that is gone, is no reason to end a training.
+    A full disk under a log, or a closed terminal, must not end a training.
     """
 
     def __init__(self) -> None:
-        self._stream = sys.stderr  # None where a process was started without one
+        self._stream = sys.stderr  # None if the process was started without it
 
     def write(self, text: str) -> int:
         with suppress(OSError, ValueError):  # a closed file is a ValueError
@@ -64,7 +63,7 @@ class _Stream:
 
 
 class _Terminal(Console):
-    """Standard error as rich draws on it; the cursor stays, which a killed process would not bring back."""
+    """Standard error for rich, with a visible cursor: a killed process could not restore a hidden one."""
 
     def show_cursor(self, show: bool = True) -> bool:
         del show
@@ -76,11 +75,11 @@ _lock = threading.Lock()
 _forms: frozenset[Form] = frozenset(("text",))
 
 _display: Progress | None = None
-"""Of the open bars of the process, one below the other; a thread redraws them while there is one."""
+"""Display of the open bars of the process, one below the other; a thread redraws them while a bar is open."""
 
 
 def _add_bar(**settings: Any) -> tuple[Progress, TaskID] | None:
-    """Show one more bar, if bars are shown."""
+    """Show another bar, if bars are shown."""
     global _display
     if not shows_bars():
         return None
@@ -92,7 +91,7 @@ def _add_bar(**settings: Any) -> tuple[Progress, TaskID] | None:
                 TextColumn("{task.fields[count]}"),
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[told]}"),
-                console=_Terminal(file=_Stream(), highlight=False),  # type: ignore[arg-type]  # all that rich asks of it
+                console=_Terminal(file=_Stream(), highlight=False),  # type: ignore[arg-type]  # all that rich uses
                 refresh_per_second=REDRAWN_PER_SECOND,
                 redirect_stdout=False,
                 redirect_stderr=False,
@@ -102,7 +101,7 @@ def _add_bar(**settings: Any) -> tuple[Progress, TaskID] | None:
 
 
 def _end_display(display: Progress) -> None:
-    """End the display when its last bar is closed; the bars stay on the screen as they are."""
+    """End the display when its last bar is closed; the bars stay on the screen."""
     global _display
     with _lock:
         if _display is display and display.finished:
@@ -131,27 +130,27 @@ class Bar:
         _open.add(self)
 
     def advance(self, count: int = 1) -> None:
-        """Count some more."""
+        """Count further items."""
         self.set(self.done + count)
 
     def set(self, done: int, **changes: Any) -> None:
-        """Say how many are done; ``told`` is a text behind the bar, ``total`` and ``title`` are new ones."""
+        """Set the number of items done; ``told`` is a text after the bar, ``total`` and ``title`` are new values."""
         self.done = done
         self.total = changes.pop("total", self.total)
         if "title" in changes:
             self.title = changes["description"] = changes.pop("title")
         if self._place is not None:
             shown, task = self._place
-            if done < shown.tasks[task].completed:  # begun anew
+            if done < shown.tasks[task].completed:  # started again
                 shown.reset(task, total=self.total)
             shown.update(task, completed=done, total=self.total, count=self._describe(), **changes)
 
     def close(self) -> None:
-        """Leave the bar as it is; a second time does nothing."""
+        """Leave the bar on the screen; a second call does nothing."""
         _open.discard(self)
         if self._place is not None:
             (shown, task), self._place = self._place, None
-            # What stopped short of its total is over too, and shown as far as it came.
+            # Work that stopped before its total has ended too; the bar shows how far it came.
             shown.update(
                 task, total=max(self.done, 1), completed=max(self.done, 1), count=self._describe(), refresh=True
             )
@@ -174,7 +173,7 @@ _open: set[Bar] = set()
 
 
 def close_bars() -> None:
-    """End every open bar, before the last words of a process."""
+    """Close every open bar, before the last message of a process."""
     for bar in list(_open):
         bar.close()
 
@@ -183,12 +182,12 @@ call_before_last_words(close_bars)
 
 
 def are_logs_json() -> bool:
-    """Whether every line is a JSON object."""
+    """Return whether every line is a JSON object."""
     return "json" in _forms
 
 
 def shows_bars() -> bool:
-    """Whether bars are drawn: on a terminal that can move its cursor, where nobody asked for other lines."""
+    """Return whether bars are drawn: on a terminal that can move its cursor, unless another form is set."""
     return _forms == {"text"} and os.environ.get("TERM") != "dumb" and _Stream().isatty()
 
 
@@ -207,7 +206,7 @@ class BesideBars(logging.StreamHandler):
                 super().emit(record)
             else:
                 shown.console.print(Text(self.format(record)), soft_wrap=True)
-        except Exception:  # a log on a full disk: as logging's own handlers do
+        except Exception:  # such as a log on a full disk: the same as in logging's handlers
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
@@ -238,8 +237,8 @@ def set_up_logs(form: str | None = None) -> None:
     Parameters
     ----------
     form : str, optional
-        ``text``, ``json`` (a JSON object for each line, and for each epoch) or ``quiet`` (warnings and errors alone),
-        ``json,quiet`` for both; default ``$VOLSEG_LOGS``, else ``text``. Of an unknown one that is said.
+        ``text``, ``json`` (a JSON object for each line, and for each epoch) or ``quiet`` (only warnings and errors),
+        ``json,quiet`` for both; default ``$VOLSEG_LOGS``, else ``text``. An unknown form gives a warning.
     """
     global _forms
     wanted = form or os.environ.get(LOGS) or "text"
@@ -250,9 +249,9 @@ def set_up_logs(form: str | None = None) -> None:
     _forms = forms or frozenset(("text",))
     os.environ[LOGS] = ",".join(sorted(_forms))
     root = logging.getLogger()
-    for handler in [one for one in root.handlers if isinstance(one, BesideBars)]:  # an option comes after the variable
+    for handler in [one for one in root.handlers if isinstance(one, BesideBars)]:  # an option overrides the variable
         root.removeHandler(handler)
-    if not root.handlers:  # else somebody takes the log already, as with logging.basicConfig
+    if not root.handlers:  # else the program has set up its log, as by logging.basicConfig
         handler = BesideBars()
         handler.setFormatter(_JsonLine() if are_logs_json() else logging.Formatter("%(message)s"))
         root.addHandler(handler)
@@ -264,11 +263,11 @@ def set_up_logs(form: str | None = None) -> None:
     elif sys.excepthook is _log_fault:
         sys.excepthook = sys.__excepthook__
     if strange:
-        logger.warning("%s is %s, %s, %s or json,quiet, got %r; taking text", LOGS, *known, wanted)
+        logger.warning("%s must be %s, %s, %s or json,quiet, got %r; using text", LOGS, *known, wanted)
 
 
 def add_to_logs(form: Form) -> None:
-    """Add one more form to those in use, as a further option does."""
+    """Add a form to those in use, for a further option."""
     set_up_logs(",".join({*_forms, form}))
 
 

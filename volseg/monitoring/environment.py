@@ -47,7 +47,7 @@ def _driver() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """Return a command's output; None if it is absent or fails: the record then has the value as unknown."""
+    """Return a command's output; None if the command is absent or fails, and the value therefore unknown."""
     try:
         return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=10, check=True).stdout.strip()  # noqa: S603
     except (OSError, subprocess.SubprocessError):

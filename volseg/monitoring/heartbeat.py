@@ -1,8 +1,8 @@
 """Write the heartbeat of a training: ``status.json`` and ``times.json`` of its run folder.
 
-A thread writes them every few seconds if the work has progressed; the files of a hanging training grow old. So a step
-costs nothing, and the preparation of cases and a long validation show themselves as well. Every loop of the work
-reports where it is for its supervision anyway (`volseg.parallel.processes.progress`).
+A thread writes them every few seconds if the work has progressed; the files of a hanging training grow old. Steps
+therefore cost nothing, and the preparation of cases and a long validation are visible too. Every loop already reports
+its position for the supervision of processes (`volseg.parallel.processes.progress`).
 """
 
 import logging
@@ -30,7 +30,7 @@ from volseg.workflow.training import Training
 logger = logging.getLogger(__name__)
 
 EVERY_SECONDS = 5.0
-"""Seconds between two writings."""
+"""Seconds between two updates of the files."""
 
 
 class Heartbeat(Hook):
@@ -55,13 +55,13 @@ class Heartbeat(Hook):
         self._training: Training | None = None
         self._state: run_files.State = "preparing"
         self._message = ""
-        self._waited_before = 0.0  # in the epoch gone on with, in an earlier process
+        self._waited_before = 0.0  # in the resumed epoch, by an earlier process
         self._lock = threading.Lock()
 
     @property
     def begun(self) -> float:
         """Start of the run, in its first process (seconds since 1970)."""
-        # The first part's, and not the earliest: a clock that was set back since makes no other run of it.
+        # Of the first part, not the earliest: the start must not change if the clock was set back since.
         return self._earlier[0].begun if self._earlier else self._begun
 
     @property
@@ -84,11 +84,11 @@ class Heartbeat(Hook):
         Parameters
         ----------
         folder : path
-            Of the run.
+            Folder of the run.
         holds : callable
             Returns whether this run still owns the folder; otherwise nothing is written.
         begins_again : exception type, optional
-            Type of error after which the work restarts in another way.
+            Type of error after which the work restarts with other settings.
         """
         folder = Path(folder)
         self._earlier = tuple(
@@ -112,7 +112,7 @@ class Heartbeat(Hook):
                 state = "failed"
                 first = self._report_failure(fault)
                 if first is not fault:
-                    raise first from None  # it quotes the other, by which it would be waited for once more
+                    raise first from None  # it quotes the other error; chaining it would wait for that error again
                 raise
             finally:
                 ended.set()
@@ -121,7 +121,7 @@ class Heartbeat(Hook):
                 self._folder = None
 
     def _report_failure(self, fault: BaseException) -> BaseException:
-        """Write what the job ends by, and return it: a connection that broke says nothing of the process that died."""
+        """Write and return the cause of the job's end: a broken connection does not tell which process died."""
         with deferring_signals():
             first = await_first_error(fault, get_supervision())
             self._set_state("failed", f"{type(first).__name__}: {first}")
@@ -129,7 +129,7 @@ class Heartbeat(Hook):
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Count the seconds of what is done in here under ``name``; those of a span within go to that one alone."""
+        """Count the seconds of the block under ``name``, without those of nested spans."""
         self._turn()
         self._open.append(name)
         try:
@@ -146,7 +146,7 @@ class Heartbeat(Hook):
             yield
 
     def on_training_begin(self, training: Training) -> None:
-        """Start to report progress."""
+        """Start reporting progress."""
         self._training, self._waited_before = training, training.seconds_of_epoch[1]
         self._set_state("training")
 
@@ -156,20 +156,20 @@ class Heartbeat(Hook):
         self._set_state("validating")
 
     def on_epoch_end(self, training: Training, record: EpochRecord) -> None:
-        """Divide the epoch's time."""
+        """Split the epoch's time into training, waiting and validation."""
         del training
         self._take_from_training(record.seconds_waited, record.seconds_validating)
         self._waited_before = 0.0
-        if self._state != "training":  # else the thread writes it: a file takes the place of another in milliseconds
+        if self._state != "training":  # else the thread writes it, as replacing a file takes milliseconds
             self._set_state("training")
 
     def on_training_end(self, training: Training) -> None:
-        """Divide the time of an unfinished epoch."""
+        """Split the time of an unfinished epoch."""
         self._take_from_training(training.seconds_of_epoch[1], 0.0)
         self._waited_before = training.seconds_of_epoch[1]
 
     def _take_from_training(self, waited: float, validating: float) -> None:
-        """Count seconds of an epoch's waiting and validation by themselves: until then they are the training's."""
+        """Move an epoch's seconds of waiting and validation from the training's span to their own spans."""
         waited -= self._waited_before
         self._turn()
         with self._lock:
@@ -190,7 +190,7 @@ class Heartbeat(Hook):
                 self._write()
 
     def _turn(self) -> None:
-        """Give the seconds since the last turn to the innermost open span."""
+        """Add the seconds since the last turn to the innermost open span."""
         with self._lock:
             now = time.perf_counter()
             if self._open:
@@ -212,10 +212,10 @@ class Heartbeat(Hook):
                 run_files.write_status(self._folder / run_files.STATUS, self._describe())
                 run_files.write_times(self._folder / run_files.TIMES, [*self._earlier, part])
             except OSError as fault:
-                # Tried again: who looks in would take a training that goes on for one that hangs, long after a disk
-                # that was full has space again.
+                # The next heartbeat tries again: otherwise a running training would still look like a hanging one
+                # after a full disk has space again.
                 if not self._is_mute:
-                    logger.warning("%s: no status is written for now, %s; the training continues", self._folder, fault)
+                    logger.warning("%s: the status cannot be written (%s); the training continues", self._folder, fault)
                 self._is_mute = True
             else:
                 self._is_mute = False

@@ -1,4 +1,4 @@
-"""Send the numbers of a training to loggers, by one interface.
+"""Send the numbers of a training to loggers through one interface.
 
 A custom logger derives from `Logger`, overrides the events of interest, and is registered like any component (kind
 ``logger``). Packages that only one logger needs are imported when that logger is made.
@@ -30,24 +30,24 @@ from volseg.monitoring.run_files import HISTORY, EpochLine, append_history, begi
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
-    """Description of a training that a logger gets before the first number."""
+    """Description of a training, which a logger receives before the first number."""
 
     name: str
     id: str = field(default_factory=lambda: uuid4().hex[:12])
     """Equal for all parts of a resumed training."""
     folder: Path | None = None
-    """The run folder; None for a `Training` of your own that has none."""
+    """The run folder; None for a `Training` without one."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Every setting as plain values, in the sections of the YAML file."""
     batches: int = 0
-    """Of an epoch."""
+    """Batches per epoch."""
     epoch: int = 0
-    """Completed epochs; more than 0 if the training resumes."""
+    """Completed epochs; more than 0 if the training is resumed."""
 
     def require_folder(self, logger: str) -> Path:
         """Return the run folder, or raise a `ConfigError` if the training has none."""
         if self.folder is None:
-            raise ConfigError(f"logger {logger} writes into the run folder, but this training has none; set its path")
+            raise ConfigError(f"logger {logger} writes to the run folder, but this training has none; set its path")
         return self.folder
 
 
@@ -59,26 +59,26 @@ class Logger:
     """
 
     def begin(self, run: LoggedRun) -> None:
-        """Before the first batch, also of a training that goes on: numbers past ``run.epoch`` come again."""
+        """Start logging, before the first batch; a resumed training repeats the numbers after ``run.epoch``."""
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """After each epoch, its numbers by tag; ``step`` is the epoch, counted from 1."""
+        """Log the numbers of an epoch by tag, after its end; ``step`` is the epoch, counted from 1."""
 
     def images(self, pictures: Mapping[str, Tensor], step: int) -> None:
-        """Before the first batch and after each validation, pictures by tag: ``(3, height, width)``, uint8."""
+        """Log pictures by tag (uint8, ``(3, height, width)``), before the first batch and after each validation."""
 
     def text(self, name: str, text: str) -> None:
-        """Texts by name, in Markdown: the network, the config."""
+        """Log a text in Markdown, such as the network or the config."""
 
     def end(self, scores: Mapping[str, float]) -> None:
-        """After the last event: the final scores by tag, none if the training did not reach its end.
+        """Log the final scores by tag, after the last event; empty if the training did not reach its end.
 
-        Called once for every successful `begin`, also after an error of the logger.
+        Called once after every successful `begin`, also after an error of the logger.
         """
 
 
 class History(Logger):
-    """The numbers of each epoch as a line of JSON; ``history.jsonl`` of a run folder.
+    """Write the numbers of each epoch as a line of JSON, by default to ``history.jsonl`` of the run folder.
 
     Parameters
     ----------
@@ -94,15 +94,15 @@ class History(Logger):
     def begin(self, run: LoggedRun) -> None:
         """Drop the lines of epochs that will be trained again."""
         self._batches = run.batches
-        # Found anew for every training: a logger that hears of a second one leaves the first one's file alone.
+        # Set for every training, so that a logger of a second training does not change the file of the first.
         file = run.require_folder("history") / HISTORY if self.file is None else self.file
         file.parent.mkdir(parents=True, exist_ok=True)
         begin_history(file, run.epoch)
-        # Held open: a folder that was taken away, and is another run's by now, gets no line of this one.
+        # Kept open: if the folder was removed and now belongs to another run, it gets no line of this run.
         self._lines = file.open("a", encoding="utf-8")
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Add an epoch."""
+        """Write the line of an epoch."""
         assert self._lines is not None, "begin was not called"
         line = EpochLine(epoch=step, step=step * self._batches, time=time.time(), scalars=dict(values))
         append_history(self._lines, line)
@@ -115,7 +115,7 @@ class History(Logger):
 
 
 def flatten(settings: Mapping[str, Any], path: str = "") -> dict[str, bool | int | float | str]:
-    """Return nested settings by dotted names, with values that every logger shows.
+    """Return nested settings by dotted names, with values that every logger can show.
 
     >>> flatten({"name": "a", "patch": {"size": (8, 8, 8)}, "losses": [{"name": "Dice"}], "clip": None})
     {'name': 'a', 'patch.size': '(8, 8, 8)', 'losses.0.name': 'Dice', 'clip': 'None'}
@@ -136,19 +136,19 @@ NUMBERS = itertools.count()
 """Distinguishes trainings that one process starts within the same second."""
 
 FINAL, SHOWN = "final/dice_mean", ("val/dice_mean", "train/loss")
-"""Scalars beside the settings in the tab HPARAMS."""
+"""Scalars next to the settings in the tab HPARAMS."""
 
 
 class TensorBoard(Logger):
-    """Write what ``tensorboard --logdir FOLDER`` shows.
+    """Write event files for ``tensorboard --logdir FOLDER``.
 
-    Scalars, images with lines around label and prediction, texts, and the settings with the final scores in the tab
-    HPARAMS; which tags there are says docs/monitoring.md.
+    They contain scalars, images with lines around label and prediction, texts, and the settings with the final scores
+    (tab HPARAMS). docs/monitoring.md lists the tags.
 
     Parameters
     ----------
     folder : path, optional
-        Where the event files lie, in place of the run folder's ``tensorboard``; a resumed training adds to them.
+        Folder of the event files, instead of the run folder's ``tensorboard``; a resumed training adds to them.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -162,12 +162,12 @@ class TensorBoard(Logger):
         return f"TensorBoard ({self._place})"
 
     def begin(self, run: LoggedRun) -> None:
-        """Open the event file; events past the epoch from which a training is resumed are dropped."""
-        # Found anew for every training: a logger that hears of a second one leaves the first one's curves alone.
+        """Open the event file; drop events after the epoch from which a training is resumed."""
+        # Set for every training, so that a logger of a second training does not change the curves of the first.
         self._place = run.require_folder("tensorboard") / "tensorboard" if self.folder is None else self.folder
         self._settings, self._epoch = flatten(run.config), run.epoch
         self._events = _EventFile(self._place, purge_step=run.epoch + 1 if run.epoch else 0)
-        if self._settings:  # at once: a training that is killed has settings too
+        if self._settings:  # now, so that a killed training has settings too
             self._write(hparams(self._settings, dict.fromkeys((FINAL, *SHOWN), 0.0))[:2], 0)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -184,7 +184,7 @@ class TensorBoard(Logger):
         self._write([make_text(name, text)], 0)
 
     def end(self, scores: Mapping[str, float]) -> None:
-        """Write the final scores beside the settings, and close the event file."""
+        """Write the final scores next to the settings, and close the event file."""
         if self._events is not None and self._events.is_open:
             ended = [hparams(self._settings, {})[2]] if self._settings else []
             self._write([*(scalar(tag, value) for tag, value in scores.items()), *ended], self._epoch)
@@ -200,13 +200,13 @@ class _EventFile:
     """An event file of TensorBoard, written without a thread.
 
     torch's ``SummaryWriter``, and the ``EventFileWriter`` of TensorBoard that it uses, write in a thread. A full disk
-    ends that thread: Python prints its traceback, which only a hook for all threads could keep back, and the training
-    meets the fault at some later write, or at the close. Their records and summaries are used here, the thread is not.
+    ends that thread: Python prints its traceback, which only a hook for all threads could suppress, and the training
+    sees the error at a later write or at the close. This class uses their records and summaries without the thread.
     """
 
     def __init__(self, folder: Path, purge_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # The name by which TensorBoard knows such files; of several in a folder it reads the latest last.
+        # TensorBoard recognises event files by this name, and reads the latest of a folder last.
         name = (
             f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{next(NUMBERS)}"
         )
@@ -231,7 +231,7 @@ class _EventFile:
                 self._records.write(event.SerializeToString())
             self._file.flush()
         except OSError:
-            with suppress(OSError):  # what is in the buffer cannot be written either
+            with suppress(OSError):  # the buffer cannot be written either
                 self.close()
             raise
 
@@ -245,8 +245,10 @@ class MLflow(Logger):
     Parameters
     ----------
     experiment : str
-        Experiment of the run. uri : str, optional Of the server or the store, such as ``http://127.0.0.1:5000``;
-        default ``$MLFLOW_TRACKING_URI``, else a local store of MLflow's.
+        Experiment of the run.
+    uri : str, optional
+        Address of the server or the store, such as ``http://127.0.0.1:5000``; default ``$MLFLOW_TRACKING_URI``, else a
+        local store of MLflow.
     """
 
     def __init__(self, experiment: str = "volseg", uri: str | None = None) -> None:
@@ -255,7 +257,7 @@ class MLflow(Logger):
         self._epoch = 0
 
     def begin(self, run: LoggedRun) -> None:
-        """Begin a run, or go on with the one of this id."""
+        """Start a run, or continue the run with this id."""
         found = self._client.get_experiment_by_name(self._experiment)
         number = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
         before = self._client.search_runs([number], f"tags.volseg = '{run.id}'")
@@ -265,7 +267,7 @@ class MLflow(Logger):
             self._client.log_param(self._id, key, value)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Send the epoch's numbers; a store of tables takes no NaN."""
+        """Send the epoch's numbers, without NaN, which SQL stores reject."""
         self._epoch = step
         for tag, value in values.items():
             if math.isfinite(value):
@@ -281,7 +283,7 @@ class MLflow(Logger):
         self._client.log_text(self._id, text, f"{name}.md")
 
     def end(self, scores: Mapping[str, float]) -> None:
-        """Send the final scores; a training without them has failed or was interrupted."""
+        """Send the final scores; a training without them failed or was interrupted."""
         self.scalars(scores, self._epoch)
         self._client.set_terminated(self._id, "FINISHED" if scores else "KILLED")
 
@@ -292,9 +294,9 @@ class WeightsAndBiases(Logger):
     Parameters
     ----------
     project : str
-        Under which the run is shown.
+        Project of the run.
     settings
-        What ``wandb.init`` takes besides: ``mode``, ``entity``, ``tags``, ``group`` ...
+        Other arguments of ``wandb.init``: ``mode``, ``entity``, ``tags``, ``group`` ...
     """
 
     def __init__(self, project: str = "volseg", **settings: Any) -> None:
@@ -302,7 +304,7 @@ class WeightsAndBiases(Logger):
         self._settings = {"project": project, **settings}
 
     def begin(self, run: LoggedRun) -> None:
-        """Begin a run, or go on with the one of this id."""
+        """Start a run, or continue the run with this id."""
         named = {"name": run.name, "id": run.id, "resume": "allow", "dir": run.folder, "config": dict(run.config)}
         self._run = self._wandb.init(**{**named, **self._settings})
 
@@ -316,11 +318,11 @@ class WeightsAndBiases(Logger):
         self._run.log({**drawn, "epoch": step})
 
     def text(self, name: str, text: str) -> None:
-        """Keep a text beside the settings."""
+        """Store a text next to the settings."""
         self._run.config.update({f"text/{name}": text}, allow_val_change=True)
 
     def end(self, scores: Mapping[str, float]) -> None:
-        """Send the final scores, and wait until all has arrived."""
+        """Send the final scores, and wait until all data have arrived."""
         self._run.summary.update(dict(scores))
         self._run.finish()
 
@@ -337,7 +339,7 @@ def build_logger(spec: Mapping[str, Any]) -> Logger:
     Raises
     ------
     ConfigError
-        For an unknown name or parameter, a package that is not installed, or a component that makes no `Logger`.
+        For an unknown name or parameter, a package that is not installed, or a component that is not a `Logger`.
     """
     logger = LOGGERS.build(spec)
     if not isinstance(logger, Logger):

@@ -21,7 +21,7 @@ from volseg.workflow.training import Training
 logger = logging.getLogger(__name__)
 
 STEPS = 8
-"""Optimizer steps before the reading: the fourth step is recorded, with some strategies a later one."""
+"""Optimizer steps before the reading; the fourth step is recorded, or a later one with some strategies."""
 
 GIB = 2**30
 
@@ -32,9 +32,9 @@ class DeviceMemory:
 
     device: str
     used: int
-    """Allocated to tensors: ``torch.cuda.max_memory_allocated``."""
+    """Bytes allocated to tensors: ``torch.cuda.max_memory_allocated``."""
     reserved: int
-    """Reserved from the device: ``torch.cuda.max_memory_reserved``."""
+    """Bytes reserved from the device: ``torch.cuda.max_memory_reserved``."""
     process: int = 0
 
 
@@ -48,7 +48,7 @@ class FirstSteps(Hook):
     estimate : MemoryUse, optional
         Estimate of a step on the device with the highest need; None without a plan.
     beside : int
-        Bytes per device that hold cases, which the estimate does not include.
+        Bytes per device used for cases, which the estimate does not include.
     write : callable
         Called with the result as plain values after the reading.
     first_epoch : int
@@ -89,7 +89,7 @@ class FirstSteps(Hook):
             return
         self._batches += 1
         steps, rest = divmod(self._batches, training.accumulate)
-        # A validation takes memory too, so the reading is before the first validation.
+        # A validation uses memory too, so the reading precedes the first validation.
         if rest or (steps < STEPS and training.position < training.num_batches):
             return
         self.steps, self.devices = steps, gather_memory(self._meter)
@@ -114,11 +114,11 @@ class FirstSteps(Hook):
         if not self.devices:
             return None
         fullest = self.fullest
-        cases = f", of it {self._beside / GIB:.2f} GiB cases" if self._beside else ""
+        cases = f", including {self._beside / GIB:.2f} GiB of cases" if self._beside else ""
         text = (
             f"memory after {self.steps} steps: {fullest.reserved / GIB:.2f} GiB reserved and "
-            f"{fullest.used / GIB:.2f} GiB used of {fullest.device} of process {fullest.process}, the fullest of "
-            f"{len(self.devices)}{cases}"
+            f"{fullest.used / GIB:.2f} GiB used on {fullest.device} of process {fullest.process}, the fullest of "
+            f"{len(self.devices)} GPU(s){cases}"
         )
         if self.estimate is None:
             return text

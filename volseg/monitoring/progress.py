@@ -1,4 +1,4 @@
-"""Show the progress of a training by one bar or a line per epoch, and of lists of cases by a bar."""
+"""Show the progress of a training as a bar or as a line per epoch, and of lists of cases as a bar."""
 
 import logging
 import time
@@ -39,7 +39,7 @@ def count_up(total: int, title: str, *, done: int = 0) -> Iterator[Callable[[], 
 
 @contextmanager
 def show_bytes() -> Iterator[Callable[[str, int, int | None], None]]:
-    """Give a function to call with what is being done, how many bytes of it are, and of how many: a bar for each."""
+    """Yield a function that shows a bar per task, given its name, the bytes done and their total."""
     bar: Bar | None = None
 
     def show(title: str, done: int, total: int | None) -> None:
@@ -48,7 +48,7 @@ def show_bytes() -> Iterator[Callable[[str, int, int | None], None]]:
             if bar is not None:
                 bar.close()
             bar = Bar(title, total, done=done, unit="B")
-        bar.set(done, total=total)  # less than before, where a server begins anew
+        bar.set(done, total=total)  # less than before if a server starts again
 
     try:
         yield show
@@ -60,8 +60,8 @@ def show_bytes() -> Iterator[Callable[[str, int, int | None], None]]:
 class Progress(Hook):
     """Show a training's progress: a bar on a terminal, elsewhere a line per epoch in the log of this module.
 
-    Epoch and batch, the newest loss, Dice, voxels per second, the time left, and memory of the fullest GPU of this
-    process. Nothing here waits for a device.
+    It shows epoch and batch, the newest loss, Dice, voxels per second, the time left, and the memory of the fullest GPU
+    of this process. It never waits for a device.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Progress(Hook):
         self._bar = Bar(_name_epoch(training), training.num_batches, done=training.position, unit="batch")
 
     def on_epoch_begin(self, training: Training) -> None:
-        """Measure the speed anew: validations do not count."""
+        """Restart the measurement of the speed, which excludes validations."""
         del training
         self._began, self._batches = time.perf_counter(), 0
 
@@ -138,7 +138,7 @@ def _name_epoch(training: Training) -> str:
 
 
 def _describe_scores(progress: Mapping[str, Any]) -> list[str]:
-    """Return the score of the last validation, beside the best one."""
+    """Return the score of the last validation and the best score."""
     score, best = progress["score"], progress["best"]
     return [] if score is None else [f"Dice {score:.4f} (best {score if best is None else best:.4f})"]
 

@@ -3,14 +3,14 @@
 ::
 
     history.jsonl    a line for each epoch: the numbers that TensorBoard shows
-    status.json      how far the training is; rewritten every few seconds, and whenever its state changes
-    times.json       what the time of each process went by with; a training that was resumed has several parts
+    status.json      the progress of the training; rewritten every few seconds, and whenever its state changes
+    times.json       the time of each process by activity; a training that was resumed has several parts
 
-All are read without torch, so that a health check takes no seconds. A file that a crash cut off is no error: of the
-history the last line is dropped, of the two others nothing is known then.
+All are read without torch, so that a health check is fast. A file that a crash cut off is not an error: the last line
+of the history is dropped, and the two others count as absent.
 
-The age of the last heartbeat is judged by this machine's clock. Whether the process is there is known only on its own
-machine, in the same space of process ids (a container has its own).
+The age of the last heartbeat is measured by this machine's clock. Whether the process still runs is known only on its
+own machine and in the same namespace of process ids (a container has its own).
 """
 
 import json
@@ -34,7 +34,7 @@ from volseg.lifetime import is_running
 HISTORY, STATUS, TIMES = "history.jsonl", "status.json", "times.json"
 
 THE_REST = "the rest"
-"""Of the seconds of a process that has ended, those that no span accounts for; with them its spans add up."""
+"""Name of the span for the seconds of an ended process that no other span covers."""
 
 State = Literal["preparing", "training", "validating", "finished", "interrupted", "failed"]
 
@@ -44,61 +44,61 @@ ENDED: tuple[State, ...] = ("finished", "interrupted", "failed")
 Content = TypeVar("Content")
 
 YEAR_10000 = 253_402_300_800
-"""In seconds since 1970: a later moment has no date, and no training takes longer."""
+"""Limit in seconds since 1970: later moments have no date, and no training takes longer."""
 
 Seconds = Annotated[float, Field(gt=-YEAR_10000, lt=YEAR_10000)]
-"""A difference of two clocks may be a hair below nothing."""
+"""Seconds; the difference of two clocks may be slightly negative."""
 Moment = Annotated[float, Field(ge=0, lt=YEAR_10000)]
-"""In seconds since 1970."""
+"""Seconds since 1970."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Process = Annotated[int, Field(ge=1, lt=2**31)]
-"""The system's functions take others for groups of processes."""
+"""Process id; for the system's functions, other numbers denote groups of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochLine:
-    """An epoch in numbers."""
+    """Numbers of an epoch."""
 
     epoch: Annotated[int, Field(ge=1, lt=2**63)]
-    """Counted from 1, as at the terminal: how many are done."""
+    """Number of the epoch, counted from 1, as at the terminal."""
     step: Count
-    """Batches of the training that were done at its end."""
+    """Batches of the training up to its end."""
     time: Moment
-    """When that was."""
+    """Time of its end."""
     scalars: Mapping[str, float]
-    """By the tags of TensorBoard; NaN for what could not be told, such as the Dice of a label that is nowhere."""
+    """Numbers by TensorBoard's tags; NaN if undefined, such as the Dice of a label that does not occur."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """How far a training is."""
+    """Progress of a training."""
 
     state: State
     time: Moment
-    """When this was written, by the clock of ``host``."""
+    """Time of writing, by the clock of ``host``."""
     started: Moment
-    """When the process began."""
+    """Start of the process."""
     host: str
     pid: Process
     epoch: Count | None = None
-    """Epochs that are done."""
+    """Completed epochs."""
     epochs: Count | None = None
     batch: Count | None = None
-    """Batches of the current epoch that are done."""
+    """Completed batches of the current epoch."""
     batches: Count | None = None
     loss: float | None = None
     score: float | None = None
     """Mean Dice of the last validation."""
     best: float | None = None
     seconds_left: Seconds | None = None
-    """Until the last epoch ends, by the mean of the last epochs and of all validations."""
+    """Seconds until the last epoch ends, by the mean of the last epochs and of all validations."""
     voxels_per_second: float | None = None
     memory_gib: float | None = None
-    """Reserved on the fullest GPU."""
+    """GiB reserved on the fullest GPU."""
     message: str = ""
-    """Why the training failed, or what it does now."""
+    """Cause of the training's failure, or its current activity."""
     process_space: str = ""
-    """In which ``pid`` means something: of containers on one host each has its own; empty where that is not known."""
+    """Namespace of ``pid``: each container of a host has its own; empty if unknown."""
 
     @property
     def has_ended(self) -> bool:
@@ -111,12 +111,12 @@ class RunPart:
     """Use of time of one process."""
 
     begun: Moment
-    """When it began."""
+    """Start of the process."""
     seconds: Seconds
-    """From there to its last heartbeat."""
+    """Seconds from the start to the last heartbeat."""
     spans: Mapping[str, Seconds] = field(default_factory=dict)
-    """Seconds by what was done: ``reading``, ``training``, ``waiting for data``, ``validation`` and so on; none of them
-    lies within another one."""
+    """Seconds by activity: ``reading``, ``training``, ``waiting for data``, ``validation`` and so on, without
+    overlaps."""
 
 
 _LINE, _STATUS = TypeAdapter(EpochLine), TypeAdapter(RunStatus)
@@ -124,7 +124,7 @@ _PARTS = TypeAdapter(dict[Literal["parts"], tuple[RunPart, ...]])
 
 
 def append_history(history: str | Path | TextIO, line: EpochLine) -> None:
-    """Add an epoch to a history, which may be open; what is written is out of this process when this returns."""
+    """Add an epoch to a history, given as a path or an open file, and flush the file."""
     if isinstance(history, str | Path):
         with Path(history).open("a", encoding="utf-8") as opened:
             append_history(opened, line)
@@ -134,7 +134,7 @@ def append_history(history: str | Path | TextIO, line: EpochLine) -> None:
 
 
 def begin_history(file: str | Path, epoch: int) -> None:
-    """Drop the lines past ``epoch``, which will be trained again, and one that a crash cut off."""
+    """Drop the lines after ``epoch``, which will be trained again, and a line that a crash cut off."""
     file = Path(file)
     kept = [line for line in read_history(file) if line.epoch <= epoch]
     if not kept:
@@ -146,18 +146,18 @@ def begin_history(file: str | Path, epoch: int) -> None:
 
 
 def read_history(file: str | Path) -> list[EpochLine]:
-    """Return the epochs of a history; none where there is no file.
+    """Return the epochs of a history; an absent file has none.
 
     Raises
     ------
     DataError
-        If another line than the last one is none.
+        If a line before the last one is not a line of a history.
     """
     file = Path(file)
     if not file.exists():
         return []
     texts = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    texts.pop()  # nothing behind the last line's end; else a line that a crash cut off
+    texts.pop()  # empty after a complete last line; else a line that a crash cut off
     found = []
     for number, text in enumerate(texts, start=1):
         try:
@@ -176,7 +176,7 @@ def read_history(file: str | Path) -> list[EpochLine]:
 
 def write_status(file: str | Path, status: RunStatus) -> None:
     """Replace the status of a training."""
-    # Not flushed to the disk: it is written again and again, and after a power cut it would be old anyway.
+    # Not flushed to the disk: it is rewritten continually, and would be outdated after a power cut anyway.
     with replacing(file, flush=False) as partial:
         partial.write_text(json.dumps(replace_nan(asdict(status)), indent=2) + "\n", encoding="utf-8")
 
@@ -193,7 +193,7 @@ def read_times(file: str | Path) -> tuple[RunPart, ...]:
 
 
 def write_times(file: str | Path, parts: Sequence[RunPart]) -> None:
-    """Replace what is known of the time that went by: the parts of earlier processes, and this one's."""
+    """Replace the record of the run's time: the parts of earlier processes, and of this process."""
     with replacing(file, flush=False) as partial:
         partial.write_text(json.dumps({"parts": [asdict(part) for part in parts]}, indent=2) + "\n", encoding="utf-8")
 
@@ -205,7 +205,7 @@ def list_numbered(folder: Path, kinds: str = "fold") -> dict[int, Path]:
 
 
 def read_process_namespace() -> str:
-    """Return a name of the space in which this system's process ids mean something; empty where it has none."""
+    """Return the name of this process's namespace of process ids; empty if the system has none."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:  # not Linux
@@ -217,8 +217,7 @@ def _read(file: str | Path, kind: TypeAdapter[Content]) -> Content | None:
         return kind.validate_json(Path(file).read_bytes())
     except FileNotFoundError:
         return None
-    # A power cut left a name without its bytes, or somebody put something else there: nothing is known, as before the
-    # first writing.
+    # A power cut left an incomplete file, or another program wrote it: unknown, as before the first writing.
     except (ValidationError, IsADirectoryError):
         return None
 
@@ -226,7 +225,7 @@ def _read(file: str | Path, kind: TypeAdapter[Content]) -> Content | None:
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 CONFIG = "config.yaml"
-"""What every run folder has once it was begun."""
+"""File of every run folder from the start of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +234,7 @@ class Look:
 
     folder: Path
     status: RunStatus | None
-    """None if the run has written none."""
+    """None if the run has not written a status."""
     age: float | None = None
     """Seconds since its last heartbeat, by this machine's clock."""
     is_gone: bool = False
@@ -245,13 +244,13 @@ class Look:
     def find_fault(self, max_age: float) -> str | None:
         """Return the fault of a run, given the largest age of its last heartbeat; None for a healthy run."""
         if self.status is None:
-            return "no status is known"
+            return "it has no status"
         if self.status.state == "failed":
             return f"failed: {self.status.message}"
         if self.status.has_ended:
             return None
         if self.is_gone:
-            return f"its process {self.status.pid} is gone"
+            return f"its process {self.status.pid} no longer runs"
         assert self.age is not None
         if self.age > max_age:
             return f"the last heartbeat is {format_duration(self.age)} old"
@@ -272,7 +271,7 @@ class Look:
         """Return the state as lines of text."""
         status = self.status
         if status is None:
-            return [f"{self.folder}: no status is known (not begun, or a power cut)"]
+            return [f"{self.folder}: no status (not started, or lost in a power cut)"]
         lines = [f"{self.folder}: {status.state}{'' if status.state != 'failed' else f', {status.message}'}"]
         if status.epoch is not None:
             lines.append(f"  epoch   {_tell_progress(status)}")
@@ -307,12 +306,12 @@ def look_at(folder: str | Path) -> Look:
         return Look(folder=folder, status=None)
     is_here = status.host == socket.gethostname() and status.process_space == read_process_namespace()
     is_gone = is_here and not status.has_ended and not is_running(status.pid)
-    gone = (f"process {status.pid} is gone and said nothing; go on with the run by --resume",) if is_gone else ()
+    gone = (f"process {status.pid} died without a message; continue the run with --resume",) if is_gone else ()
     return Look(folder=folder, status=status, age=max(time.time() - status.time, 0.0), is_gone=is_gone, remarks=gone)
 
 
 def parse_age(text: str) -> float:
-    """Return seconds of a text such as ``90s``, ``10m``, ``2h`` or ``1d``; a number alone is seconds.
+    """Return the seconds of a text such as ``90s``, ``10m``, ``2h`` or ``1d``; without a unit, it is in seconds.
 
     >>> parse_age("10m"), parse_age("1.5")
     (600.0, 1.5)
@@ -323,12 +322,12 @@ def parse_age(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise DataError(f"an age is a number with s, m, h or d, such as 10m, got {text!r}")
+        raise DataError(f"an age must be a number with s, m, h or d, such as 10m, got {text!r}")
     return seconds
 
 
 def format_speed(voxels_per_second: float) -> str:
-    """Return how fast a training is, in thousands of voxels where millions would be 0.0.
+    """Return a training's speed as text, in thousands of voxels below a million.
 
     >>> format_speed(45.2e6), format_speed(1.2e6), format_speed(11_095)
     ('45.2 Mvoxel/s', '1.2 Mvoxel/s', '11.1 kvoxel/s')

@@ -1,9 +1,9 @@
-"""Ask the machine whether it will be taken away, and stop the training in time.
+"""Ask the machine whether its provider will reclaim it, and stop the training in time.
 
-A spot instance of AWS is told two minutes ahead, by an address that only the instance reaches (its metadata service,
-version 2: a token first, then the question). 404 is the answer of a machine that may stay.
+AWS announces the end of a spot instance two minutes ahead, at an address that only the instance reaches (its metadata
+service, version 2: it needs a token first). The answer 404 means that there is no notice.
 
-Not asked for is the recommendation to rebalance, which may come hours ahead or for nothing.
+Rebalance recommendations are ignored, as they may come hours ahead or without a following notice.
 """
 
 import http.client
@@ -24,16 +24,16 @@ from volseg.workflow.checks import request_stop
 logger = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
-"""Where the SDKs of AWS look for the service too."""
+"""Variable with the address of the service, as in the SDKs of AWS."""
 
 ENDPOINT = "http://169.254.169.254"
 TOKEN_SECONDS = 300
 ANSWER_BYTES = 65536
-"""More than any answer has."""
+"""Limit of an answer; real answers are far shorter."""
 
 
 FAULTS = (OSError, http.client.HTTPException, ValueError)
-"""Of a service that gives no answer, or one that is none; every error of urllib is an OSError."""
+"""Errors of a service that does not answer, or not as specified; every error of urllib is an OSError."""
 
 
 def read_endpoint() -> str:
@@ -46,7 +46,7 @@ def read_endpoint() -> str:
     """
     endpoint = (os.environ.get(ENDPOINT_VARIABLE) or ENDPOINT).rstrip("/")
     if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"{ENDPOINT_VARIABLE} is not an address such as {ENDPOINT}, got {endpoint!r}")
+        raise ConfigError(f"{ENDPOINT_VARIABLE} must be an address such as {ENDPOINT}, got {endpoint!r}")
     return endpoint
 
 
@@ -58,14 +58,14 @@ def ask_for_notice(endpoint: str, *, timeout: float = 1.0) -> str | None:
     endpoint : str
         Address of the service.
     timeout : float
-        Seconds to wait for an answer, which takes milliseconds where there is a service.
+        Seconds to wait for an answer; the service answers within milliseconds.
 
     Raises
     ------
     OSError, http.client.HTTPException, ValueError
         If the service does not answer.
     """
-    # A proxy would answer for its own machine.
+    # Without proxies: a proxy would answer for its own machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def call(method: str, path: str, headers: dict[str, str]) -> str:
@@ -83,7 +83,7 @@ def ask_for_notice(endpoint: str, *, timeout: float = 1.0) -> str | None:
 
 
 def _describe(answer: str) -> str:
-    """Return ``terminate at 2026-11-22T10:00:00Z`` of the service's JSON; whatever else it is, it is a notice."""
+    """Return the service's JSON as ``terminate at 2026-11-22T10:00:00Z``; any other answer is a notice too."""
     try:
         said = json.loads(answer)
         return f"{said['action']} at {said['time']}"
@@ -95,17 +95,17 @@ def _describe(answer: str) -> str:
 def heeding_spot_notices(
     spot: str, *, every_seconds: float = 5.0, stop: Callable[[], object] = request_stop
 ) -> Iterator[None]:
-    """Watch for notices in a thread while the block runs; stop it when one comes, as SIGTERM would.
+    """Watch for notices in a thread while the block runs; a notice stops the training, as SIGTERM does.
 
     Parameters
     ----------
     spot : str
-        ``training.spot`` of the config: ``none`` or ``aws``. Of a machine's processes one asks; it tells the others
-        when all of them look at their signals.
+        ``training.spot`` of the config: ``none`` or ``aws``. One process per machine asks; the others learn of a
+        notice when all processes exchange their signals.
     every_seconds : float
-        Between two questions.
+        Seconds between two requests.
     stop : callable
-        What to do at a notice.
+        Called at a notice.
     """
     if spot == "none" or read_local_rank() != 0:
         yield
@@ -119,7 +119,7 @@ def heeding_spot_notices(
         yield
     finally:
         ended.set()
-        watcher.join()  # no longer than an answer may take
+        watcher.join()  # waits at most for the timeout of a request
 
 
 def _watch(endpoint: str, ended: threading.Event, every_seconds: float, stop: Callable[[], Any]) -> None:
@@ -130,10 +130,10 @@ def _watch(endpoint: str, ended: threading.Event, every_seconds: float, stop: Ca
         except FAULTS as fault:
             notice = None
             if not is_told:
-                logger.warning("no spot notices of %s: %s; the training asks again", endpoint, fault)
+                logger.warning("cannot read spot notices from %s (%s); the training keeps trying", endpoint, fault)
                 is_told = True
         if notice is not None:
-            logger.warning("this machine will be taken away (%s): saving, and out", notice)
+            logger.warning("the provider will reclaim this machine (%s): saving the training and stopping", notice)
             stop()
             return
         if ended.wait(every_seconds):

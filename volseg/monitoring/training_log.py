@@ -1,4 +1,4 @@
-"""Pass the numbers of a training to loggers: one function makes the numbers, the same for all loggers."""
+"""Pass the numbers of a training to loggers; all loggers receive the same numbers."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -22,21 +22,21 @@ logger = logging.getLogger(__name__)
 class TrainingLog(Hook):
     """Log a training: numbers after each epoch, pictures after each validation, texts before the first epoch.
 
-    Every process of a job has one, as the memory of all GPUs is shown; only the leader's loggers hear of it. Of batches
-    they hear the first one's patches.
+    Every process of a job needs one, as it logs the memory of all GPUs; only the leader calls its loggers. Of the
+    batches, it logs only the patches of the first one.
 
     Parameters
     ----------
     loggers : Logger or sequence of Logger
-        Told in this order.
+        Called in this order.
     run : LoggedRun, optional
         Description of the run, sent first. The training gives the first step.
     texts : mapping
         Markdown by name.
     meter : GpuMeter, optional
-        Of this process's GPUs.
+        Meter of this process's GPUs.
     channel : int
-        Of the images, which pictures show.
+        Channel of the images that pictures show.
     ends : bool
         Whether the loggers end with the training. Otherwise `end` is called later, with the scores of a final
         validation.
@@ -55,7 +55,7 @@ class TrainingLog(Hook):
         self._loggers = [loggers] if isinstance(loggers, Logger) else list(loggers)
         for one in self._loggers:
             if not isinstance(one, Logger):
-                raise ConfigError(f"TrainingLog takes volseg.monitoring.loggers.Logger, got {one!r}; derive its class")
+                raise ConfigError(f"loggers must derive from volseg.monitoring.loggers.Logger, got {one!r}")
         self._run = run or LoggedRun(name="training")
         self._texts = dict(texts or {})
         self._meter = meter or GpuMeter()
@@ -65,7 +65,7 @@ class TrainingLog(Hook):
         self._shows_patches = False
 
     def on_training_begin(self, training: Training) -> None:
-        """Begin every logger; events past the epoch from which a training is resumed are theirs to drop."""
+        """Begin every logger; loggers drop events after the epoch from which a training is resumed."""
         if not training.is_main_process:
             return
         run = replace(self._run, epoch=training.epoch, batches=training.num_batches)
@@ -73,11 +73,11 @@ class TrainingLog(Hook):
         for one in self._loggers:
             self._heard.append(one)
             try:
-                # A full disk later ends no training, and so it does not now; other errors can be fixed now.
+                # A full disk must not end a training, now or later; other errors can be fixed now.
                 self._tell(one, "begin", run, forgives=OSError)
             except BaseException:
                 self._heard.remove(one)
-                self.end()  # those that have begun: a server would show a run that never ends
+                self.end()  # the loggers that have begun: otherwise a server would show a run that never ends
                 raise
         for name, text in self._texts.items():
             self._tell_all("text", name, text)
@@ -88,12 +88,12 @@ class TrainingLog(Hook):
         if not self._shows_patches:
             return
         self._shows_patches = False
-        # A volume that is cut over processes takes all of them to gather, and only one is here.
+        # Only all processes together can gather a volume that is cut over them, but this hook runs in one.
         if "image" in batch and "label" in batch and not hasattr(batch["image"], "full_tensor"):
             try:
                 picture = draw_patches(batch["image"], batch["label"], channel=self._channel)
-            except Exception as fault:  # whatever it is, a picture is no reason to end a training
-                logger.warning("no picture of the first batch (%s: %s)", type(fault).__name__, fault)
+            except Exception as fault:  # a failing picture must not end a training
+                logger.warning("the first batch cannot be drawn (%s: %s)", type(fault).__name__, fault)
             else:
                 self._tell_all("images", {"train/patches": picture}, training.epoch)
 
@@ -118,13 +118,13 @@ class TrainingLog(Hook):
         self._heard = []
 
     def _draw(self, training: Training) -> dict[str, Tensor]:
-        """Return the pictures that can be drawn: what a reader of one's own gave may not be such."""
+        """Return the pictures of the validated cases; results of a custom reader may be impossible to draw."""
         pictures = {}
         for example in getattr(training.validation, "examples", ()):
             try:
                 pictures[f"val/{example.case}"] = draw_example(example, channel=self._channel)
-            except Exception as fault:  # whatever it is, a picture is no reason to end a training
-                logger.warning("no picture of %s (%s: %s)", example.case, type(fault).__name__, fault)
+            except Exception as fault:  # a failing picture must not end a training
+                logger.warning("%s cannot be drawn (%s: %s)", example.case, type(fault).__name__, fault)
         return pictures
 
     def _tell_all(self, event: str, *arguments: Any) -> None:
@@ -132,24 +132,24 @@ class TrainingLog(Hook):
             self._tell(one, event, *arguments)
 
     def _tell(self, one: Logger, event: str, *arguments: Any, forgives: type[Exception] = Exception) -> None:
-        """Call one logger; if it fails, log the reason once and drop it, as curves must not end a training."""
+        """Call one logger; if it fails, log the reason once and drop it, as a logger must not end a training."""
         try:
-            # A copy for each: what one of them takes out, or renames, reaches the others.
+            # Each gets a copy: changes by one logger must not reach the others.
             getattr(one, event)(*(dict(told) if isinstance(told, Mapping) else told for told in arguments))
         except forgives as fault:
             self._heard.remove(one)
             told = f"{type(fault).__name__}: {fault}"
-            if event not in ("begin", "end"):  # it has begun, and holds files or a server's run
+            if event not in ("begin", "end"):  # it has begun, and has open files or a run on a server
                 told += _end_after_fault(one)
-            logger.warning("no more is logged by %s (%s); the training continues", one, told)
+            logger.warning("logging by %s stopped after an error (%s); the training continues", one, told)
 
 
 def _end_after_fault(one: Logger) -> str:
-    """End a logger that hears no more; return what is to be said where that fails too."""
+    """End a failed logger; return an addition to the message if that fails too."""
     try:
         one.end({})
-    except Exception as fault:  # whatever it is: it is told beside the first one
-        return f", nor could it be ended: {type(fault).__name__}: {fault}"
+    except Exception as fault:  # reported with the first error
+        return f", and its end() failed: {type(fault).__name__}: {fault}"
     return ""
 
 
@@ -174,15 +174,15 @@ def list_scalars(record: EpochRecord) -> dict[str, float]:
         scalars["time/step_seconds"] = (record.seconds - record.seconds_waited) / record.batches
         scalars["time/step_data_wait_seconds"] = record.seconds_waited / record.batches
         scalars["time/step_validation_seconds"] = record.seconds_validating / record.batches
-    return {tag: float(value) for tag, value in scalars.items()}  # a metric of one's own may give NumPy's numbers
+    return {tag: float(value) for tag, value in scalars.items()}  # custom metrics may return NumPy's numbers
 
 
 RECENT = 5
-"""Epochs whose mean duration gives the remaining time, with that of all validations: most epochs have none."""
+"""Epochs whose mean duration gives the remaining time; for validations, which most epochs lack, the mean of all."""
 
 
 def read_progress(training: Training) -> dict[str, Any]:
-    """Return how far a training is, by the fields of a `RunStatus`; this waits for no device."""
+    """Return a training's progress by the fields of a `RunStatus`, without waiting for a device."""
     history = training.history
     times = [one.seconds for one in history[-RECENT:]], [one.seconds_validating for one in history]
     left = max(training.epochs - training.epoch - training.position / max(training.num_batches, 1), 0.0)

@@ -74,7 +74,7 @@ def slab_shape(model: ModelParallel, shape: Sequence[int]) -> tuple[int, ...]:
     dims = strategy.dims_of(torch.Size(shape))
     if dims is None:
         raise ParallelError(
-            f"a volume of shape {tuple(shape)} is too thin for a grid of {strategy.communicator.grid} shards"
+            f"a volume of shape {tuple(shape)} is too thin for a grid of {strategy.communicator.grid} shards; use fewer"
         )
     own = list(shape)
     for dim, (start, stop) in zip(dims, strategy.communicator.owned([shape[d] for d in dims])[0], strict=True):
@@ -93,12 +93,12 @@ def from_slab(model: ModelParallel, slab: Tensor, shape: Sequence[int]) -> Shard
     expected = slab_shape(model, shape)
     if tuple(slab.shape) != expected:
         raise ParallelError(
-            f"this process owns {expected} of a volume of shape {tuple(shape)}, got {tuple(slab.shape)}"
+            f"this process owns a slab of shape {expected} of a volume of {tuple(shape)}, got {tuple(slab.shape)}"
         )
     strategy = model.strategy.volumes
     if len(strategy.communicator.devices) != 1:
         raise ParallelError(
-            f"this process holds {len(strategy.communicator.devices)} slabs of each volume; from_slab takes one"
+            f"from_slab needs one device per process, but this process has {len(strategy.communicator.devices)} devices"
         )
     return ShardedVolume([slab], strategy.dims_of(torch.Size(shape)) or [], shape, strategy.context)
 
@@ -121,7 +121,7 @@ def _share_header(strategy: SpatialStrategy, batch: Mapping[str, Any] | None) ->
         shared: dict[str, Any] = exchange(fields, strategy.message_group())[0]
     except TypeError as error:
         raise ParallelError(
-            f"a batch field is neither a tensor nor JSON ({error}); leave it out before scattering"
+            f"a field of the batch is neither a tensor nor JSON ({error}); remove it before scattering"
         ) from None
     return shared
 

@@ -1,8 +1,8 @@
-"""Group parameters into buckets, keep the gradients of a bucket in one block of memory, and check what is added.
+"""Group parameters into buckets, store the gradients of a bucket in one block of memory, and check their sums.
 
 After the gradients, processes add one number per gradient, which encodes its memory layout, or a missing gradient. If
-the sum differs from the sum of equal numbers, the sum of the gradients belongs to no network. A GPU does not wait for
-the check: the error is raised as soon as the number has arrived.
+the sum differs from the sum of equal numbers, the summed gradients do not belong together. A GPU does not wait for the
+check: the error is raised as soon as the number has arrived.
 """
 
 from collections.abc import Sequence
@@ -157,9 +157,9 @@ def check_hooks(parameters: Sequence[ReferenceType[Tensor]], gradients: Sequence
             continue
         if get_accumulation_hooks(parameter):
             raise UnsupportedOperatorError(
-                f"a parameter of shape {tuple(parameter.shape)} got no gradient in this backward pass, and its "
-                "hook (register_post_accumulate_grad_hook) would get the gradient of another pass a second time: "
-                "set the gradient to None between the two, freeze the parameter, or remove the hook"
+                f"a parameter of shape {tuple(parameter.shape)} got no gradient in this backward pass, but its "
+                "hook (register_post_accumulate_grad_hook) would get the gradient of an earlier pass again: set the "
+                "gradient to None between the passes, freeze the parameter, or remove the hook"
             )
 
 
@@ -190,7 +190,7 @@ class LayoutNumbers:
     Parameters
     ----------
     count
-        Number of processes that add.
+        Number of processes in a sum.
     """
 
     def __init__(self, count: int) -> None:
@@ -240,7 +240,7 @@ class Differences:
             self.look()
 
     def look(self) -> None:
-        """Raise if differences have been recorded; wait for nothing.
+        """Raise if differences have been recorded, without waiting for a device.
 
         Raises
         ------

@@ -1,8 +1,8 @@
 """Compile the training pass of a network by torch.compile, under the network's own parameter names.
 
 volseg's kernels are faster for networks whose functions they support; for other networks the compiler may be faster. A
-step of compiled kernels is recorded like any other: inductor makes no CUDA graphs of its own here, and compiles during
-the warm-up steps before the recording.
+step of compiled kernels is recorded like any other: inductor creates no CUDA graphs here, and compiles during the
+warm-up steps before the recording.
 
 If torch.compile cannot compile a network, it silently runs the plain one. Here this is an error: a fault of the
 compiler, too many variants, hooks that it would skip, or modes under which it gives up. If a network is compiled in
@@ -184,7 +184,7 @@ class CompiledNetwork(nn.Module):
             result = self._compiled(*args, **kwargs)
         if not pieces.count:
             raise ParallelError(
-                f"torch.compile found nothing to compile in {type(self.net).__name__}, and ran it as it is (is "
+                f"torch.compile found nothing to compile in {type(self.net).__name__}, and ran the plain network (is "
                 f"TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE set?); {INSTEAD}"
             )
         if pieces.count > count:
@@ -198,7 +198,7 @@ class CompiledNetwork(nn.Module):
         if breaks and not pieces.breaks:
             first = next(iter(breaks)).strip().partition("\n")[0]
             logger.warning(
-                "torch.compile splits %s, and Python runs between its kernels, for %d reason(s); the first: %s",
+                "torch.compile splits %s into graphs with Python between them, for %d reason(s); the first: %s",
                 *(name, len(breaks), first),
             )
         pieces.breaks += len(breaks)
@@ -209,7 +209,7 @@ class CompiledNetwork(nn.Module):
         A norm over the samples of all replicas replaces torch's function at the call, and a graph makes no such call.
         """
         if self.pieces.norms:
-            return f"{', '.join(sorted(self.pieces.norms))} is compiled, and uses only the samples of one replica"
+            return f"compiled {', '.join(sorted(self.pieces.norms))} would use only the samples of one replica"
         if self.pieces.breaks:
             return "it is compiled in pieces, and a norm between them would use only the samples of one replica"
         return None
@@ -250,7 +250,7 @@ class CompiledNetwork(nn.Module):
         hooked = next((path for path, part in self.net.named_modules() if any(getattr(part, k) for k in HOOKS)), None)
         reason = None
         if strange or not all(has_values(tensor.device) for tensor in given):
-            reason = f"an argument is a {strange[0] if strange else 'tensor without values'}; pass plain tensors"
+            reason = f"an argument {'is of type ' + strange[0] if strange else 'has no values'}; pass plain tensors"
         elif count_dispatch_modes() or find_transform() is not None:
             reason = "a TorchDispatchMode or a transform of torch.func is active; call it outside"
         elif any(HOOKS_OF_ALL_MODULES) or hooked is not None:
@@ -300,10 +300,10 @@ def _require_gradients(numbers: Sequence[int], gradients: Sequence[Tensor | None
     """Refuse a backward pass that skips some outputs of a node."""
     if missing := [place for place, number in enumerate(numbers) if gradients[number] is None]:
         raise ParallelError(
-            f"backward() does not reach the outputs {missing} (from 0) of the {len(numbers)} of a compiled network "
-            "(or of a piece of it, including tensors that it keeps as attributes): parameters that only these outputs "
-            "need would get a gradient of zeros instead of none, and an optimizer would let them decay; let the loss "
-            "use every output in one backward(), or run the plain network (in a config training.kernels: torch)"
+            f"backward() does not reach outputs {missing} (counted from 0) of the {len(numbers)} of a compiled network "
+            "(or of a piece of it, with tensors that it stores as attributes): parameters that only these outputs need "
+            "would get zeros instead of no gradient, and an optimizer would apply weight decay to them; use every "
+            "output in the loss of one backward(), or run the plain network (in a config training.kernels: torch)"
         )
 
 

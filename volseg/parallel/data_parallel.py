@@ -96,7 +96,7 @@ class DataParallel(ModelParallel):
         """Build the wrapper without sending anything."""
         nn.Module.__init__(self)
         if isinstance(model, DataParallel):
-            raise ParallelError("the model is a DataParallel already; wrap its network once")
+            raise ParallelError("the model is already a DataParallel; wrap its network only once")
         check_network(model)
         net = model.module if isinstance(model, ModelParallel) else model
         _check_not_nested(net)
@@ -293,8 +293,8 @@ class _Replicated:
         elif self._passes > len(self._pass_seeds):
             raise ParallelError(
                 f"replica {self._replica} made {self._passes} passes, but the first replica of this process "
-                f"{len(self._pass_seeds)}; run each replica equally often, inside as_replica(...), starting with the "
-                "first"
+                f"made {len(self._pass_seeds)}; run each replica equally often, inside as_replica(...), starting with "
+                "the first"
             )
         return self._pass_seeds[self._passes - 1]
 
@@ -317,8 +317,8 @@ class _Replicated:
         """
         if len(self.replicas.own) > 1 and self._draws:
             raise ParallelError(
-                f"the network draws random numbers, which each of the {len(self.replicas.own)} replicas of this "
-                "process draws from a seed of its own; a recorded step has one"
+                f"the network draws random numbers, for which each of the {len(self.replicas.own)} replicas of this "
+                "process needs its own seed, but a recorded step has only one; start one process per replica"
             )
         return self._get_recordable().prepare_recording()
 
@@ -346,6 +346,6 @@ def _check_not_nested(net: nn.Module) -> None:
     for name, module in net.named_modules():
         if isinstance(module, ModelParallel | nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise ParallelError(
-                f"{name or 'the network'} is a {type(module).__name__}; wrap only the whole network, and no "
+                f"{name or 'the network'} is a {type(module).__name__}; wrap only the whole network, not a "
                 "module inside it"
             )

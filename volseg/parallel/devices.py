@@ -161,11 +161,11 @@ def name_devices(devices: Devices) -> list[torch.device]:
         return list_devices()
     if isinstance(devices, str | int | torch.device) or not len(devices):
         raise ParallelError(
-            f"devices is a sequence of one device or more, such as ['cuda:0', 'cuda:1'], got {devices!r}"
+            f"devices must be a sequence of at least one device, such as ['cuda:0', 'cuda:1'], got {devices!r}"
         )
     named = [_name_device(device) for device in devices]
     if torch.device("cuda") in named and not count_gpus():
-        raise ParallelError(f"devices names cuda, and no GPU is visible, got {devices!r}; name cpu")
+        raise ParallelError(f"devices names cuda, but no GPU is visible, got {devices!r}; use cpu")
     return [current_gpu_or_cpu() if device == torch.device("cuda") else device for device in named]
 
 
@@ -173,13 +173,13 @@ def _name_device(device: str | int | torch.device) -> torch.device:
     try:
         return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as fault:
-        raise ParallelError(f"devices names {device!r}, which is not a device; there are {_tell_devices()}") from fault
+        raise ParallelError(f"devices names {device!r}, which is not a device; available: {_tell_devices()}") from fault
 
 
 def require_visible(devices: Sequence[torch.device]) -> None:
     """Raise a `ParallelError` if a device is a GPU that this process does not see."""
     if absent := [device for device in devices if device.type == "cuda" and (device.index or 0) >= count_gpus()]:
-        raise ParallelError(f"devices names {absent[0]}, which is not there; there are {_tell_devices()}")
+        raise ParallelError(f"devices names {absent[0]}, which does not exist; available: {_tell_devices()}")
 
 
 def _tell_devices() -> str:
@@ -207,5 +207,5 @@ def require_devices(devices: int | Sequence[str], kind: str) -> list[str]:
     if kind == "cpu":
         return ["cpu"] * devices
     if devices > count_gpus():
-        raise ParallelError(f"devices is {devices}, but {count_gpus()} GPU(s) are visible; set it to that or less")
+        raise ParallelError(f"devices is {devices}, but only {count_gpus()} GPU(s) are visible; use at most as many")
     return [str(gpu) for gpu in list_gpus()[:devices]]

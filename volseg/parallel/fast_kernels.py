@@ -110,10 +110,10 @@ class FastKernels(ModelParallel):
 def explain_absence(device: torch.device) -> str | None:
     """Return why a device has no fast kernels, as the end of a sentence; None if it has them."""
     if device.type != "cuda":
-        return "they are for GPUs, and no GPU is used"
+        return "they need a GPU"
     if not triton_tiles.available():
         return "Triton, which compiles them, is not installed"
     if (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
         needed, has = (".".join(map(str, version)) for version in (CAPABILITY, capability))
-        return f"they need a GPU of compute capability {needed} or more, and {device} has {has}"
+        return f"they need a GPU of compute capability {needed} or more ({device} has {has})"
     return None

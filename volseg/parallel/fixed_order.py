@@ -95,7 +95,7 @@ class RoundSums:
         ParallelError
             If all rounds were pushed before.
         """
-        self._require(self._pushed < self._rounds, "one more was pushed")
+        self._require(self._pushed < self._rounds, self._pushed + 1)
         self._waiting.append((self._pushed, self._take()))
         for begin in self._ends[self._pushed]:
             (_, second), (start, first) = self._waiting.pop(), self._waiting.pop()
@@ -111,15 +111,15 @@ class RoundSums:
         ParallelError
             If not all rounds were pushed.
         """
-        self._require(self._pushed == self._rounds, f"{self._pushed} were pushed")
+        self._require(self._pushed == self._rounds, self._pushed)
         ((_, total),) = self._waiting
         for parameter, gradient in zip(self._parameters, _add_each(self._before, total), strict=True):
             parameter.grad = gradient
 
-    def _require(self, holds: bool, found: str) -> None:
+    def _require(self, holds: bool, found: int) -> None:
         if not holds:
             raise ParallelError(
-                f"a sum over {self._rounds} rounds was started, and {found}; push once after each backward pass"
+                f"a sum over {self._rounds} rounds got {found} round(s); push once after each backward pass"
             )
 
     def _take(self) -> list[Tensor | None]:

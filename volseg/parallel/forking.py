@@ -91,7 +91,7 @@ class ForkedWorkers(Generic[Shared]):
         except BrokenProcessPool as fault:
             raise ParallelError(
                 f"a worker process died during {args[0]}: it was killed, perhaps by the OOM killer, or the "
-                "network ends its process; plan for one GPU to see which"
+                "network ended the process; plan for one GPU to see which"
             ) from fault
         return function(self._shared, *args, **kwargs) if found == _CANNOT else found
 
@@ -99,8 +99,7 @@ class ForkedWorkers(Generic[Shared]):
 def ask_copy(function: Callable[Asked, Answer], *args: Asked.args, **kwargs: Asked.kwargs) -> Answer:
     """Return the result of a function that queries CUDA, without initialising CUDA in this process.
 
-    Afterwards this process can still fork, and holds no GPU memory. A process that cannot fork calls the function
-    itself.
+    Afterwards this process can still fork, and uses no GPU memory. If it cannot fork, it calls the function itself.
     """
     if not _can_copy():
         return function(*args, **kwargs)

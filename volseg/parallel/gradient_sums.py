@@ -7,11 +7,11 @@ parameters, sum the gradients over the replicas; one more node behind them passe
                                |  stand-ins      |  stand-ins
 
 Each sum waits for the sum of the bucket after it, and the last sum waits for the outputs. So each replica makes the
-same sums in the same order for any graph, and no replica waits for a sum that another one does not make. Beside its
-gradients, each sum adds a number per gradient that encodes its memory layout. If only some replicas have a gradient,
-or layouts differ, the sum belongs to no network: an error is raised, on a GPU as soon as the number has arrived,
-without a wait. A parameter that was trained once keeps its place in the sums when it is frozen: if only one replica
-froze it, the sums would otherwise add gradients of different parameters.
+same sums in the same order for any graph, and no replica waits for a sum that another one does not make. Each sum also
+adds a number per gradient that encodes its memory layout. If only some replicas have a gradient, or layouts differ, the
+sum is wrong: an error is raised, on a GPU as soon as the number has arrived, without a wait. A parameter that was
+trained once keeps its place in the sums when it is frozen: if only one replica froze it, the sums would otherwise add
+gradients of different parameters.
 
 The nodes are recorded with the step like the rest of its backward pass. On a GPU they run on a separate stream, so
 that sums overlap with the backward pass of earlier layers.
@@ -43,8 +43,8 @@ REFUSAL = (
 )
 
 OUTSIDE = (
-    "a parameter of shape {shape} got a gradient that was not summed over the replicas: it was used outside of the "
-    "forward pass of DataParallel (a penalty on the weights, the network called by itself), or in a block checkpointed "
+    "a parameter of shape {shape} got a gradient that was not summed over the replicas: it was used outside the "
+    "forward pass of DataParallel (a penalty on the weights, a direct call of the network), or in a block checkpointed "
     "with use_reentrant=True. Compute it in the network's forward, with weight_decay, or with use_reentrant=False"
 )
 
@@ -68,12 +68,12 @@ class Marked(NamedTuple):
 
     @staticmethod
     def check_outputs(leaves: Sequence[Any]) -> None:
-        """Refuse a result that may hide tensors, to which no sum would be tied."""
+        """Refuse a result that may hide tensors, which could not be tied to the sums."""
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and describe_plain(leaf) is None:
                 raise ParallelError(
-                    f"the network returns a {type(leaf).__name__}, whose tensors cannot be tied to the sums of "
-                    "replicas; return tensors, in tuples, lists or dicts"
+                    f"the network returns a {type(leaf).__name__}, in which DataParallel cannot find the tensors; "
+                    "return tensors, in tuples, lists or dicts"
                 )
 
     def tie(self, outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -172,7 +172,7 @@ class GradientSums:
         return self._differences[names]
 
     def look(self) -> None:
-        """Raise the differences that the last steps have found; wait for nothing.
+        """Raise an error for differences found in the last steps, without waiting for a device.
 
         Raises
         ------

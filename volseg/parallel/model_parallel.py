@@ -222,7 +222,7 @@ class ModelParallel(nn.Module):
             moved = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).device
             if moved != tensor.device:
                 raise PlacementError(
-                    f"the parameters of this ModelParallel are placed on {tensor.device} and were asked to move to "
+                    f"the parameters of this ModelParallel are placed on {tensor.device} and cannot be moved to "
                     f"{moved}; pass devices=[...] to ModelParallel instead of calling .to(), .cuda() or .cpu()"
                 )
         apply_to_tensors(self.module, fn, recurse)
@@ -265,7 +265,7 @@ def _choose(strategy: str | Options, given: Mapping[str, Any]) -> tuple[Options,
     if isinstance(strategy, Options):
         if given:
             raise ParallelError(
-                f"{', '.join(given)} and strategy={type(strategy).__name__}(...) were given: options go into "
+                f"{', '.join(given)} cannot be combined with strategy={type(strategy).__name__}(...); pass options to "
                 f"{type(strategy).__name__}(...)"
             )
         return strategy, "requested"
@@ -299,7 +299,7 @@ def check_network(net: nn.Module) -> None:
     if lazy:
         raise ParallelError(
             f"{', '.join(lazy)} of {type(net).__name__} have no shape yet (lazy modules); run one batch through the "
-            "plain network first, under torch.no_grad(), and wrap it then"
+            "plain network under torch.no_grad() before wrapping it"
         )
 
 

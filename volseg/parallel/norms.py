@@ -86,7 +86,7 @@ class _NormsOverReplicas(TorchFunctionMode):
             if reason := func.__self__.explain_replicas():  # type: ignore[attr-defined]
                 raise ParallelError(
                     f"the network of {self._replicas.count} replicas cannot run under torch.compile: {reason}; "
-                    "run the plain one (in a config training.kernels: torch)"
+                    "run the plain network (in a config training.kernels: torch)"
                 )
             return result
         if name := name_batch_norm(func, args, kwargs):

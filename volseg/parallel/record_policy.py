@@ -6,7 +6,7 @@ all its GPUs (``volseg.parallel.pipeline.recorder``). Both answer the same quest
     which kind of call is it?     graph.signature of the inputs, graph.modes, and the network's own state
     is it time?                   Recordings.is_warm: after some eager calls, if not refused
     is there room?                Recordings.make_room: few are kept; one that is long idle may be replaced
-    how is it recorded?           graph.Graph inside of graph.undisturbed
+    how is it recorded?           graph.Graph inside graph.undisturbed
     did anything else happen?     volseg.parallel.state: recorded before an attempt, restored after it, then watched
     what if it fails?             Recordings.refuse: logged once, and calls stay eager
 
@@ -69,12 +69,12 @@ class Recordings:
     limit : int
         Recordings kept at a time: each holds the memory of a call.
     idle : int, optional
-        Number of calls after which an unused recording may be replaced; by default none.
+        Number of calls after which an unused recording may be replaced; by default, it never is.
 
     Attributes
     ----------
     refused : str or None
-        Reason why nothing is recorded any more.
+        Reason why nothing more is recorded.
     num_recorded : int
         Recordings made so far.
     """
@@ -185,7 +185,7 @@ class Recorder(Recordings):
     limit : int
         Number of kinds to record; calls of further kinds run eagerly.
     state : RecordedState
-        Further state on which the function depends. When it changes, recordings are freed and made anew; it must change
+        Further state on which the function depends. When it changes, the function is recorded again; it must change
         in all processes in the same way.
     name : str
         Description of the function, for messages.
@@ -229,7 +229,7 @@ class Recorder(Recordings):
         self.release()
         self._changes += 1
         if self._changes > MOST_CHANGES:
-            self.refuse(f"{changed} changes again and again")
+            self.refuse(f"{changed} keeps changing")
             logger.warning("%s runs kernel by kernel from now on: %s", self._name, self.refused)
         else:
             logger.info("%s has changed since %s was recorded as a CUDA graph: recording again", changed, self._name)

@@ -2,8 +2,8 @@
 
 A pipeline knows its parameters by identity, so stand-ins cannot replace them (see ``gradient_sums``). Hooks note which
 parameters get a gradient; at the end of the backward pass `Piped` sums the gradients, in the order of the network's
-parameters. A penalty on the weights that is added to the loss cannot be told from the gradients of the network, and
-counts once for each replica.
+parameters. A penalty on the weights in the loss cannot be distinguished from the gradients of the network, and counts
+once for each replica.
 """
 
 from collections.abc import Callable, Sequence
@@ -121,7 +121,7 @@ class Piped(GradientHooks):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline; its backward pass sums the gradients."""
-        # As on one device: a network in evaluation mode may hold a norm that takes the statistics of the batch.
+        # As on one device: a network in evaluation mode may contain a norm that uses the statistics of the batch.
         if self._replicas.count > 1 and (self._strategy.net.training or torch.is_grad_enabled()):
             with watching_scripts(refuse_script), _NoNormsOfBatch():
                 return self._run(*args, **kwargs)
@@ -153,12 +153,12 @@ class Piped(GradientHooks):
     def receive(self, key: int, gradient: Tensor) -> None:  # noqa: ARG002 (it is added to `grad` after this)
         """Set the earlier gradient of a parameter aside, so that only this backward pass is summed."""
         before, parameter = self._before.get(find_backward_pass()), self.watched[key]
-        if before is None:  # processes may make other numbers of such passes: one would wait for ever
+        if before is None:  # processes may differ in the number of such passes: one of them would wait forever
             raise ParallelError(OUTSIDE.format(shape=tuple(parameter.shape)))
         if get_accumulation_hooks(parameter):
             raise ParallelError(
                 f"a parameter of shape {tuple(parameter.shape)} has a hook (register_post_accumulate_grad_hook), which "
-                "would get the gradient of one replica; remove the hook: a pipeline sums after the backward pass"
+                "would get the gradient of one replica, as a pipeline sums after the backward pass; remove the hook"
             )
         before[key], parameter.grad = parameter.grad, None
 
@@ -170,14 +170,14 @@ class Piped(GradientHooks):
         the stages would add gradients of different parameters.
         """
         before = self._before.pop(number, None)
-        if before is None:  # two devices' threads have begun at once
+        if before is None:  # the threads of two devices have started at the same time
             return
         named = {name: p for name, p in self._strategy.net.named_parameters() if self.watched.get(id(p)) is p}
         if taken := [name for name, p in named.items() if id(p) in before and p.grad is None]:
             self._before[number] = before  # the next forward pass puts them back
             raise ParallelError(
                 f"the gradient of {taken[0]} was taken before the replicas summed it (torch.autograd.grad, or a "
-                "hook that clears it); a replicated pipeline sums after backward(): call that, then read the gradient"
+                "hook that clears it); a replicated pipeline sums at the end of backward(): call it, then read .grad"
             )
         home = self._strategy.devices[0]
         assert self.sums is not None

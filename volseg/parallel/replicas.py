@@ -31,11 +31,11 @@ class Share:
     Attributes
     ----------
     replica
-        Its number.
+        Number of the replica.
     rows
-        Its rows within this process's rows: the rows of all its replicas, one after the other.
+        Rows of the replica within this process's rows, which are those of all its replicas, one after the other.
     weight
-        Its share of the whole batch, by which its mean loss is multiplied.
+        Share of the whole batch, by which the replica's mean loss is multiplied.
     """
 
     replica: int
@@ -87,8 +87,8 @@ class Replicas:
         if count < 1 or count % processes or (processes > 1 and rounds & (rounds - 1)):
             raise ParallelError(
                 f"{processes} processes cannot share {count} replicas: each must compute the same number of them, a "
-                "power of two, so that sums keep their order; start one process for each replica, a half, a quarter "
-                "... of that, or one"
+                "power of two, so that sums keep their order; start one process per replica, half or a quarter ... as "
+                "many, or one process"
             )
         rank = 0 if group is None else dist.get_rank(group)
         self.count, self.group, self.fixed_order = count, group, fixed_order
@@ -154,7 +154,7 @@ class Replicas:
         Parameters
         ----------
         mean, variance
-            Of this process's values of each channel, ``(C,)``.
+            Statistics of this process's values of each channel, ``(C,)``.
         number
             This process's number of values per channel.
         """
@@ -175,8 +175,8 @@ class Replicas:
         Raises
         ------
         ParallelError
-            For batch norm where this process computes several replicas, one after the other; and for an instance norm
-            with running statistics, which are a mean over the samples.
+            For batch norm if this process computes several replicas, one after the other, and for an instance norm with
+            running statistics, which are a mean over the samples.
         """
         if over_batch and len(self.own) > 1:
             raise ParallelError(
@@ -185,7 +185,7 @@ class Replicas:
             )
         if not over_batch and has_running:
             raise ParallelError(
-                "an instance norm with running statistics cannot be trained by several replicas, each of which would "
+                "an instance norm with running statistics cannot be trained by several replicas, as each of them would "
                 "have its own; use track_running_stats=False"
             )
 
@@ -247,7 +247,7 @@ def join_mesh(data: int = 1, spatial: int = 1) -> Mesh:
     if data < 1 or spatial < 1 or data * spatial != processes:
         raise ParallelError(
             f"a mesh of data {data} x spatial {spatial} needs {data * spatial} processes, but there are "
-            f"{processes}; start as many (torchrun --nproc-per-node), or choose another mesh"
+            f"{processes}; start that many (torchrun --nproc-per-node), or choose another mesh"
         )
     if processes == 1:
         return Mesh(1, 1, 0, 0)

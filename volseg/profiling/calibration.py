@@ -1,8 +1,8 @@
-"""Measure a GPU of this machine once: the factors of its kernels over the estimates, and Python's time per operator.
+"""Measure a GPU of this machine once: its factor for each kind of kernel, and Python's time per operator.
 
-A few operators of every kind are timed, and each kind gets one factor: measured seconds over estimated seconds. The
-ratios between kernels of different shapes stay those of the H200's table. An operator is captured several times in one
-CUDA graph and timed by events around a replay, so Python's time to launch it does not count.
+A few operators of every kind are timed, and each kind gets one factor: measured seconds over estimated seconds. Ratios
+between kernels of different shapes are those of the H200's table. An operator is captured several times in one CUDA
+graph and timed by events around a replay, so Python's time to launch it does not count.
 """
 
 import gc
@@ -59,7 +59,7 @@ Call = tuple[Any, tuple[Any, ...]]
 
 
 def calibrate(device: torch.device, folder: str | Path | None = None) -> GpuKind:
-    """Return this GPU with its own rates, stored or measured now; each version of torch has its own rates.
+    """Return this GPU with its stored rates, or measure them now; each version of torch has its own rates.
 
     Parameters
     ----------
@@ -79,14 +79,14 @@ def calibrate(device: torch.device, folder: str | Path | None = None) -> GpuKind
     file = rates_file_path(machine["gpu"], machine["torch"], folder)
     stored = read_calibration(file, machine)
     if stored is None:
-        logger.warning("measuring %s, once, for about half a minute", machine["gpu"])
+        logger.warning("measuring %s for about half a minute; this happens once", machine["gpu"])
         stored = {"version": VERSION, "machine": machine, "host": measure_host(device)}
         stored["factors"] = measure_factors(_find_base(machine), device)
         try:
             with replacing(file) as partial_file:
                 partial_file.write_text(json.dumps(stored), encoding="utf-8")
         except OSError as fault:
-            logger.warning("the rates are not kept (%s); the next command measures them again", fault)
+            logger.warning("the rates cannot be stored (%s); the next command measures them again", fault)
     return describe_kind(stored)
 
 
@@ -111,7 +111,7 @@ def read_calibration(file: Path, machine: Mapping[str, Any]) -> dict[str, Any] |
         return None
     if differs := [key for key in wanted if found.get(key) != wanted[key]]:
         words = ", ".join(f"{key} {found.get(key)} instead of {wanted[key]}" for key in differs)
-        logger.warning("%s does not hold here (%s): the GPU is measured again", file, words)
+        logger.warning("%s does not fit this machine (%s): the GPU is measured again", file, words)
         return None
     return stored
 
@@ -184,7 +184,7 @@ def record(call: Callable[[], object], count: int, stream: torch.cuda.Stream) ->
     torch.cuda.synchronize()
     collects = gc.isenabled()
     graph = Graph(stream)
-    gc.disable()  # destroying other graphs and events during the capture would break it
+    gc.disable()  # destroying other graphs and events during a capture breaks it
     try:
         graph.begin()
         for _ in range(count):

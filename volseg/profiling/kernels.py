@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from volseg.profiling.report import DevicePeaks, DeviceTimes, KindRow, LayerRow
 
 LOSS, OPTIMIZER, AUGMENTATION, OUTSIDE = "(loss)", "(optimizer)", "(augmentation)", "(step)"
-"""Names in place of a layer's, for work outside of the network's layers."""
+"""Names for work outside the network's layers."""
 
 
 MARK = "volseg: "
@@ -77,7 +77,7 @@ def travels(name: str, *, alone: bool = True) -> bool:
     Parameters
     ----------
     name
-        Of the kernel.
+        Name of the kernel.
     alone
         Whether this device is the only one that computes these layers.
 
@@ -148,18 +148,18 @@ def as_kernels(work: Iterable[PlacedWork]) -> list[TimedKernel]:
 def sum_device_times(
     kernels: Iterable[TimedKernel], *, device: int, step: float, steps: int = 1, exposed: float | None = None
 ) -> DeviceTimes:
-    """Return the times in which a device computes, sends and waits in a step.
+    """Return how long a device computes, communicates and waits in a step.
 
     Parameters
     ----------
     kernels
-        All kernels while the steps were watched; those of other devices are ignored.
+        All kernels of the profiled steps; those of other devices are ignored.
     device
         Number of the device.
     step
         Seconds of one step without a profiler; raised to the total of its kernels if these take longer.
     steps
-        Number of watched steps.
+        Number of profiled steps.
     exposed
         Seconds of exposed communication in a step, if known from another source than the kernels' times.
     """
@@ -207,7 +207,7 @@ def sum_layers(
     step
         Seconds of one step, the base of the shares.
     steps
-        Number of watched steps.
+        Number of profiled steps.
     peaks
         Peak rates of the device; None if unknown.
     classes

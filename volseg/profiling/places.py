@@ -1,7 +1,7 @@
 """Track the layer and direction that a step currently computes, and the work that it does there.
 
-In forward, global module hooks report the running module. In backward, the node of autograd does: nodes are numbered in
-the order of their creation, so the number of a node is between those at the begin and the end of its module::
+In forward, global module hooks report the running module. In backward, the autograd node identifies it: nodes are
+numbered in the order of their creation, so a node's number is between those at the start and the end of its module::
 
     numbers     0 ... 7 | 8 ... 11 | 12 ... 20 | 21 ...
     modules      stem   |  down.0  |  down.1   | (loss)
@@ -31,7 +31,7 @@ from volseg.profiling.kernels import LOSS, MARK, OPTIMIZER, OUTSIDE, PlacedWork,
 
 
 class PlaceWatch:
-    """Report the place of a step inside of `watching`.
+    """Report the place of a step inside `watching`.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class PlaceWatch:
         self._parameters: dict[int, str] = {}
         self._running: list[tuple[nn.Module, str, Any]] = []
         self._turns: dict[int, tuple[list[int], list[str]]] = {}
-        """By thread: the node numbers at which the layer changes, and the new layers."""
+        """Node numbers at which the layer changes, and the new layers, by thread."""
         self._layer_outside = OUTSIDE
         self._was_backward = False
         self.classes: dict[str, str] = {}
@@ -83,13 +83,13 @@ class PlaceWatch:
         return StepPlace(self._layer_outside, "forward" if self._layer_outside == LOSS else "other")
 
     def begin_step(self) -> None:
-        """Mark the begin of a step: work before the network's forward pass belongs to no layer."""
+        """Mark the start of a step: work before the network's forward pass belongs to no layer."""
         self._was_backward, self._layer_outside = False, OUTSIDE
 
     def name_layer(self, number: int) -> str:
-        """Return the layer that created the autograd node of a number.
+        """Return the layer that created the autograd node with a number.
 
-        Several threads may use the same numbers: the first thread that ran a module takes precedence.
+        Threads may use the same numbers: the first thread that ran a module takes precedence.
         """
         for numbers, layers in self._turns.values():
             if numbers and numbers[0] <= number:
@@ -166,7 +166,7 @@ def list_work(trace: StepTrace, places: Mapping[int, StepPlace], gpu: GpuKind, l
         if isinstance(event, KernelRun):
             place = places[id(event)]
             work = _place_work(event, place, gpu, trace.device)
-            if travels(event.name, alone=alone):  # it waits for other devices: no rate of this device bounds its time
+            if travels(event.name, alone=alone):  # waits for other devices, so no rate of this device bounds its time
                 work = replace(work, place=StepPlace(place.layer, "communication"), kind="communication", bound=None)
             found.append(work)
         elif isinstance(event, Sent):
@@ -186,7 +186,7 @@ def list_work(trace: StepTrace, places: Mapping[int, StepPlace], gpu: GpuKind, l
 
 
 def _place_work(run: KernelRun, place: StepPlace, gpu: GpuKind, device: int) -> PlacedWork:
-    """Return the work of a kernel, and the least time that a GPU needs for it."""
+    """Return the work of a kernel, and the minimum time that a GPU needs for it."""
     peaks, classes = gpu.peaks, classify(run)
     moved = [kernel.least_bytes or kernel.bytes_moved for kernel in classes]
     by_bytes = [count / peaks.bandwidth for count in moved]

@@ -35,29 +35,29 @@ class DeviceTimes(_Told):
     hidden: Seconds
     """Part of ``communicating`` that overlaps with computing kernels or other communication."""
     exposed: Seconds
-    """Time in which nothing computes and data travel."""
+    """Time in which data are transferred but no kernel computes."""
     waiting: Seconds
-    """Time with neither: the device waits for Python, or for another device."""
+    """Time without either: the device waits for Python, or for another device."""
     step: Seconds
-    """Time from the begin of one step to the begin of the next."""
+    """Time from the start of one step to the start of the next."""
 
 
 class _Sums(_Told):
     """Sums over some kernels, per step."""
 
     calls: Annotated[float, Field(ge=0)]
-    """Number of kernels; on a CPU of operators."""
+    """Number of kernels, or of operators on a CPU."""
     seconds: Seconds
     """Sum of the times of these kernels."""
     share: Share
-    """Share of the step: ``seconds`` divided by those of the step."""
+    """Share of the step: ``seconds`` divided by the seconds of the step."""
     flops: Annotated[float, Field(ge=0)] | None
     """Operations of matrix units, two per multiply-add; null if the work is unknown."""
     bytes_moved: Annotated[float, Field(ge=0)] | None
     """Bytes read and written, each tensor once; null if the work is unknown."""
     bound: Seconds | None
-    """Least time that the device needs, by bytes or by flops, whichever is longer, kernel by kernel; null for a device
-    of unknown speed, as are the next three values."""
+    """Minimum time that the device needs, by bytes or by flops, whichever is longer, kernel by kernel; null, like the
+    next three values, for a device of unknown speed."""
     times_bound: Annotated[float, Field(ge=0)] | None
     """``seconds`` divided by ``bound``."""
     bandwidth_share: Share | None
@@ -70,9 +70,9 @@ class LayerRow(_Sums):
     """One layer in one direction, per step."""
 
     layer: str
-    """Dotted name of the module in the plain network, or a name in brackets for work outside of layers."""
+    """Dotted name of the module in the plain network, or a name in brackets for work outside layers."""
     module: str
-    """Class of the module; empty for work outside of layers."""
+    """Class of the module; empty for work outside layers."""
     direction: Literal["forward", "backward", "recompute", "optimizer", "augmentation", "communication", "other"]
     """Direction of the layer's computation, or another kind of work for it."""
     device: int = 0
@@ -112,21 +112,21 @@ class ProfileReport(_Told):
     peaks: DevicePeaks | None
     """Peak rates of the device; null for a CPU, and for a GPU of an unknown kind."""
     steps: int
-    """Number of watched steps; 1 for a forecast."""
+    """Number of profiled steps; 1 for a forecast."""
     step_seconds: Seconds
     """Time of one step, measured without a profiler."""
     batch_seconds: Seconds | None = None
     """Part of the step in which the training waited for its batch; null for a forecast."""
     kernels_per_step: Annotated[float, Field(ge=0)]
-    """Number of kernels in a step; on a CPU of operators."""
+    """Number of kernels in a step, or of operators on a CPU."""
     matched: Share | None = None
     """For a recorded step: share of its kernels' time whose layer is known from the same kernel of an eager step."""
     devices: tuple[DeviceTimes, ...]
     """Times of the devices of this process."""
     kinds: tuple[KindRow, ...]
-    """The longest first."""
+    """Rows, the longest first."""
     layers: tuple[LayerRow, ...]
-    """The longest first."""
+    """Rows, the longest first."""
     limit: str
     """The limit of the step, in a sentence."""
     advice: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Put a profile into words: the cells of its tables, the step's limit, and advice."""
+"""Describe a profile in words: the cells of its tables, the step's limit, and advice."""
 
 from collections.abc import Sequence
 
@@ -113,36 +113,36 @@ def advise(report: ProfileReport) -> list[str]:
             _find_batch_share(report),
             MUCH,
             "is spent waiting for the batch: leave out the slowest augmentation (augmentation.elastic, blur, "
-            "low_resolution), or keep cases on the GPU (data.keep: device)",
+            "low_resolution), or store cases on the GPU (data.keep: device)",
         ),
         (
             busiest.waiting / busiest.step - _find_batch_share(report) if is_gpu and not report.recorded else 0.0,
             MUCH,
-            f"is spent waiting for Python, which starts {report.kernels_per_step:.0f} kernels one by one, since the "
-            f"step is not recorded ({report.not_recorded}); a larger patch or batch gives each kernel more",
+            f"is spent waiting for Python, which starts {report.kernels_per_step:.0f} kernels one by one, as the step "
+            f"is not recorded ({report.not_recorded}); a larger patch or batch gives each kernel more work",
         ),
         (
             max(each.exposed / each.step for each in report.devices),
             MUCH,
-            "is communication that nothing overlaps: larger pieces for each GPU overlap more; volseg plan compares "
+            "is communication that no computation overlaps: larger pieces per GPU overlap more; volseg plan compares "
             "data, spatial and pipeline",
         ),
         (
             sum(kind.share for kind in report.kinds if kind.bound is not None and kind.bound < SMALL * kind.calls),
             MOSTLY,
-            "is spent in kernels too small for this GPU: a larger patch.size or patch.batch costs them next to nothing",
+            "is spent in kernels too small for this GPU: a larger patch.size or patch.batch hardly slows them down",
         ),
         (
             sum_kinds("convolution", "product") if is_gpu and report.precision == "float32" else 0.0,
             MUCH,
-            "multiply in float32: training.precision: bf16 lets the tensor cores multiply twice as much or more, and "
-            "moves half the bytes",
+            "is spent multiplying in float32: with training.precision: bf16, the tensor cores are at least twice as "
+            "fast, and half the bytes are moved",
         ),
         (
             sum_kinds("norm", "pointwise", "copy", "reduction") if is_gpu and report.precision == "bfloat16" else 0.0,
             MOSTLY,
-            "are passes over memory (norms, activations, sums, copies): training.kernels: fast writes a norm and its "
-            "activation in one pass, where the network is on one GPU",
+            "is spent in passes over memory (norms, activations, sums, copies): with training.kernels: fast, a network "
+            "on one GPU computes a norm and its activation in one pass",
         ),
     ]
     return [f"{share:.0%} of the step {words}" for share, least, words in causes if share >= least]

@@ -1,7 +1,7 @@
 """Read a trace of torch's profiler (Chrome's trace format): each kernel with the layer that it ran for.
 
-A number (``correlation``) links a GPU kernel to the call that started it. That call is inside of ranges on its thread:
-of a module in forward, of an autograd node in backward, of the step. The innermost range gives the place::
+A number (``correlation``) links a GPU kernel to the call that started it. That call is inside ranges on its thread: of
+a module in forward, of an autograd node in backward, of the step. The innermost range gives the place::
 
     main      | (step) 0 -----------------------------------------------------------|
               |   stem ------|  down.0 -----|    loss           Optimizer.step ---|
@@ -49,18 +49,18 @@ class ReadKernel:
     """Number of the step that started the kernel; None between steps."""
 
 
-# Which kernel of a replayed step is which of the same step run eagerly.
+# Match the kernels of a replayed step with those of the same step run eagerly.
 #
-# A replay has the kernels of the step that was recorded and no Python, so no profiler knows for what each runs. It has
-# other streams and another order between them than the eager step. So a kernel is found by what both tell of it, its
-# name and its grid: where both steps have as many of a sort, the first is the first, the second the second::
+# A replay has the kernels of the recorded step but no Python, so a profiler cannot tell the layer of a kernel. Its
+# streams, and the order between them, differ from the eager step. Kernels are therefore matched by name and grid: if
+# both steps have equally many with a name and grid, the first matches the first, the second the second::
 #
 #     eager     conv a   norm   conv a   copy   conv b
 #     replay    conv a   copy   norm   conv a   memset   conv b
 #                  1       1      1      2        -        1
 #
-# What is left (copies of inputs, which only a replay has; a kernel that a library chose anew) belongs where the
-# matched kernel before it does that computes, and counts as not matched.
+# Other kernels (copies of inputs, which only a replay has; a kernel that a library chose differently) get the place of
+# the computing kernel matched before them, and count as not matched.
 
 
 def match(replayed: Sequence[ReadKernel], eager: Sequence[ReadKernel]) -> tuple[list[StepPlace], float]:
@@ -99,27 +99,27 @@ def _group(sorts: Iterable[tuple[int, Hashable]]) -> dict[Hashable, list[int]]:
 
 
 def read_trace(events: Iterable[Event], name_layer: Callable[[int], str]) -> list[ReadKernel]:
-    """Return the kernels of a trace, in order of their begin; without a GPU the operators.
+    """Return the kernels of a trace in order of their start; without a GPU, the operators.
 
     Parameters
     ----------
     events
         ``traceEvents`` of the file.
     name_layer
-        Returns the layer that created the autograd node of a number; see ``PlaceWatch``.
+        Returns the layer that created the autograd node with a number; see ``PlaceWatch``.
 
     Raises
     ------
     VolsegError
-        If the trace marks no step, or nothing ran.
+        If the trace has no marked step, or nothing ran.
     """
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    # Times since the machine's start are large: differences of such numbers lose precision.
+    # Times since the machine's start are large: their differences would lose precision.
     origin = min((event["ts"] for event in whole), default=0.0)
     whole = [{**event, "ts": event["ts"] - origin} for event in whole]
     steps = _list_steps(whole)
     if not steps:
-        raise VolsegError(f"the trace holds no range named {STEP}N, so no step is known in it")
+        raise VolsegError(f"the trace has no range named {STEP}N, so its steps are unknown")
     threads: dict[Any, list[Event]] = defaultdict(list)
     for event in whole:
         if event.get("cat") in (*RANGES, *LAUNCHES):
@@ -134,7 +134,7 @@ def read_trace(events: Iterable[Event], name_layer: Callable[[int], str]) -> lis
             (event, at) for event, around, at in nested if _is_operator(event) and not any(map(_is_operator, around))
         ]
     if not placed:
-        raise VolsegError(f"the trace holds {len(whole)} ranges, but neither a kernel nor an operator")
+        raise VolsegError(f"the trace has {len(whole)} ranges, but neither a kernel nor an operator")
     alone = not any(travels(event["name"]) for event, _ in placed)
     found = [_read_kernel(event, *at, alone=alone) for event, at in placed]
     return sorted(found, key=lambda kernel: kernel.timed.start)
@@ -204,7 +204,7 @@ class _TracedStep:
     backward_end: float
 
     def find_place(self, moment: float) -> StepPlace:
-        """Return the place of a kernel outside of ranges: before the network, in the loss, or after backward."""
+        """Return the place of a kernel outside all ranges: before the network, in the loss, or after backward."""
         if moment >= self.backward_end:
             return StepPlace(OPTIMIZER, "optimizer")
         if moment >= self.backward:
@@ -259,7 +259,7 @@ def _place_events(
 
 
 def _find_place(names: Sequence[str], moment: float, step: _TracedStep | None, node_layer: str) -> StepPlace:
-    """Return the place of what begins inside of ranges with these names, the innermost first."""
+    """Return the place of an event inside ranges with these names, the innermost first."""
     nodes = [number for number, name in enumerate(names) if name.startswith(BACKWARD)]
     marks = [number for number, name in enumerate(names) if name.startswith(MARK) and not name.startswith(STEP)]
     if marks:

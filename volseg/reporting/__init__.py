@@ -1,7 +1,7 @@
-"""Report the results of a run from the files of its folder, as a page for browsers and in short for terminals.
+"""Report the results of a run from the files of its folder, as a page for browsers and in short form for terminals.
 
-One content (`volseg.reporting.content`) is read from a folder and written twice: as ``report.html``, a self-contained
-file, and in short as ``report.md``. This package does not import torch, not even indirectly.
+The content (`volseg.reporting.content`) is read from a folder and written twice: as ``report.html``, a self-contained
+file, and in short form as ``report.md``. This package does not import torch, not even indirectly.
 """
 
 from collections.abc import Collection
@@ -29,16 +29,16 @@ NAME = "report.html"
 
 
 def write_report(folder: str | Path, file: str | Path | None = None, *, state: str | None = None) -> Path:
-    """Write the page about a run, a cross-validation or a search, in one step or not at all; return its path.
+    """Write the page about a run, a cross-validation or a search, atomically; return its path.
 
     Parameters
     ----------
     folder : path
         Of the run, the cross-validation or the search, finished or not.
     file : path, optional
-        ``report.html`` in the folder by default, of a search ``search.html``.
+        By default ``report.html`` in the folder, or ``search.html`` for a search.
     state : str, optional
-        How the run ended, where the caller knows better than its files.
+        State of the run, if the caller knows more than the files.
 
     Raises
     ------
@@ -59,9 +59,9 @@ def write_brief(folder: str | Path, *, state: str | None = None, sections: Colle
     Parameters
     ----------
     folder, state
-        As of `write_report`.
+        See `write_report`.
     sections : collection of str, optional
-        Titles of those that are wanted, of all that the short form has.
+        Titles of the sections to include; all sections of the short form by default.
     """
     return write_markdown(_describe(Path(folder), state), sections)
 
@@ -74,6 +74,6 @@ def _describe(folder: Path, state: str | None) -> ReportContent:
     if (folder / SEARCH).is_file():
         return describe_search(read_search(folder))
     raise ConfigError(
-        f"{folder} is neither a run folder nor a cross-validation: it has neither config.yaml nor {RESULTS}; name the "
-        "folder that `volseg train`, `volseg cross-validate` or `volseg search` wrote"
+        f"{folder} has none of config.yaml, {RESULTS} and {SEARCH}; name a folder that `volseg train`, "
+        "`volseg cross-validate` or `volseg search` wrote"
     )

@@ -144,7 +144,7 @@ class Section:
     brief: bool = False
     """Whether the short form includes the section."""
     only_brief: bool = False
-    """Whether only the short form includes the section; the page shows the same in another way."""
+    """Whether only the short form includes the section; the page shows its content in another section."""
     warns: bool = False
 
 
@@ -176,7 +176,7 @@ def list_sections(sections: Sequence[Section]) -> list[Section]:
 Part = TypeVar("Part")
 
 FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Exceptions of Python for values whose type or size differs from what volseg writes."""
+"""Python exceptions caused by values whose type or size differs from what volseg writes."""
 
 
 class Composer:
@@ -185,7 +185,7 @@ class Composer:
     Parameters
     ----------
     missing : list of str
-        Gets a sentence for each part left out.
+        Receives a sentence for each part left out.
     """
 
     def __init__(self, missing: list[str]) -> None:
@@ -197,7 +197,7 @@ class Composer:
             return make()
         except FAULTS as fault:
             self._missing.append(
-                f"{what} cannot be told: a file of the folder holds what volseg does not write there "
+                f"The report lacks {what}: a file in the folder differs from what volseg writes there "
                 f"({type(fault).__name__}: {fault})."
             )
             return otherwise
@@ -205,7 +205,7 @@ class Composer:
     def section(self, title: str, make: Callable[[], Sequence[Block]], **kind: bool) -> Section:
         """Return a `Section` with the blocks of ``make``; without blocks if it fails."""
         nothing: Sequence[Block] = ()
-        blocks = self.attempt(f"The section '{title}'", make, nothing)
+        blocks = self.attempt(f"the section '{title}'", make, nothing)
         return Section(title=title, blocks=blocks, **kind)
 
     def finish(

@@ -1,7 +1,7 @@
 """Draw charts as inline SVG: lines over the epochs, boxes over the cases.
 
-All are as wide as a phone and are set beside each other where there is room, so that their letters stay readable.
-Colours are classes of the page's style, which knows light and dark.
+Each chart is as wide as a phone, and wide screens show charts side by side, so that their text stays readable. Colours
+are classes of the page's style sheet, which has a light and a dark mode.
 """
 
 import math
@@ -14,7 +14,7 @@ from volseg.reporting.content import Boxes, Chart, Line
 
 
 def tag(name: str, /, *children: str | Markup, **attributes: str | float) -> Markup:
-    """Return an element; an attribute's name has ``_`` for ``-`` and may end with one where Python has such a word.
+    """Return an element; in names of attributes ``_`` stands for ``-``, and a final ``_`` (``class_``) is removed.
 
     Examples
     --------
@@ -32,14 +32,14 @@ WIDTH, HEIGHT = 340, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 24
 NUM_COLOURS = 7
 MOST_POINTS = 600
-"""Most points of a line."""
+"""Maximum number of points of a line."""
 
 ROW = 44
 """Height of a box with its name above it."""
 
 
 def draw(chart: Chart | Boxes) -> Markup:
-    """Return a chart, with the names of its lines where it has several."""
+    """Return a chart, with a legend if it has more than one line."""
     if isinstance(chart, Boxes):
         return draw_boxes(chart)
     names = [(line.name, line.colour) for line in chart.lines]
@@ -76,7 +76,7 @@ def draw_chart(chart: Chart) -> Markup:
 
 
 def draw_boxes(boxes: Boxes) -> Markup:
-    """Return a row per label: quartiles as a box, whiskers to the last value within 1.5 of its length, every case."""
+    """Return a row per label: quartiles as a box, whiskers to the last value within 1.5 box lengths, dots for cases."""
     values = [value for _, cases in boxes.groups for _, value in cases if math.isfinite(value)]
     ticks = choose_ticks(min(values), max(values), 4)
     low, high = min(*values, *ticks), max(*values, *ticks)
@@ -116,7 +116,7 @@ def draw_legend(names: Sequence[tuple[str, int]]) -> Markup:
 
 
 def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return about ``count`` round numbers from ``low`` or somewhat below to ``high`` or somewhat above.
+    """Return about ``count`` round numbers from ``low`` or just below to ``high`` or just above.
 
     Examples
     --------
@@ -152,7 +152,7 @@ def format_number(value: float) -> str:
 
 
 def _paint(number: int, *properties: str) -> str:
-    """Return a style in a colour of the palette, which begins anew in paler colours where more are wanted."""
+    """Return a style in a colour of the palette; further colours repeat it in paler tones."""
     painted = ";".join(f"{one}:var(--c{number % NUM_COLOURS})" for one in properties)
     return painted if number < NUM_COLOURS else f"{painted};opacity:.4"
 

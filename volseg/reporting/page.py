@@ -1,8 +1,8 @@
-"""Write a report as one self-contained HTML page, and in short as Markdown.
+"""Write a report as one self-contained HTML page, and in short form as Markdown.
 
-Style, the few lines of script that sort tables, drawings and pictures are in the page. Jinja escapes whatever its
-templates print (``autoescape``), and browsers are told to load nothing besides (Content-Security-Policy), so that even
-a name that passed as markup would have no effect.
+The page contains its style, the few lines of script that sort tables, drawings and pictures. Jinja escapes everything
+that its templates print (``autoescape``), and the Content-Security-Policy forbids browsers to load anything else, so
+that even a name that passed as markup would have no effect.
 """
 
 import base64
@@ -36,7 +36,7 @@ def write_page(report: content.ReportContent) -> str:
 
 
 def read_part(name: str) -> str:
-    """Return a file of this package that pages include verbatim."""
+    """Return the content of a file of this package that pages include verbatim."""
     return (HERE / name).read_text("utf-8")
 
 
@@ -46,11 +46,11 @@ def write_document(name: str, scripts: Sequence[str], **values: Any) -> str:
     Parameters
     ----------
     name : str
-        Of the template and its style sheet.
+        Name of the template and of its style sheet.
     scripts : sequence of str
-        Run in this order, below the body.
+        Run in this order, after the body.
     **values
-        What the template shows.
+        Variables of the template.
     """
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -70,9 +70,9 @@ def _draw_names(names: Sequence[str]) -> Markup:
 
 
 def _pack(picture: content.Picture) -> tuple[int, int, str]:
-    """Return a picture's size, and itself as JPEG: a sixth of the file's bytes; sharp, as nothing is subsampled.
+    """Return the size of a picture, and the picture as JPEG: a sixth of the bytes, without chroma subsampling.
 
-    A browser shows the alternative text of a picture that cannot be read.
+    For a picture that cannot be read, a browser shows the alternative text.
     """
     try:
         with Image.open(picture.file) as image:
@@ -93,7 +93,7 @@ def _is_word(cell: str) -> bool:
 
 
 def write_markdown(report: content.ReportContent, sections: Collection[str] | None = None) -> str:
-    """Return the short form, or those of its sections; drawings, pictures and what is long are left to the page."""
+    """Return the short form, or some sections of it; only the page has drawings, pictures and long texts."""
     told = "; ".join(f"{name} {value}" for name, value in report.headline)
     headline = f"{report.subtitle}. {report.state.capitalize()}: {told}."
     lines = [f"# {_escape(report.title)}", "", _escape(headline), ""]
@@ -106,9 +106,9 @@ def write_markdown(report: content.ReportContent, sections: Collection[str] | No
 
 
 def _escape(text: str) -> str:
-    r"""Return a text in which no name can become a tag, link or image of the rendered page.
+    r"""Escape a text, so that no name can become a tag, link or image of the rendered page.
 
-    A backslash before ``<`` would not do, as a name may end with one.
+    A backslash before ``<`` is not enough, as a name may end with a backslash.
 
     Examples
     --------

@@ -21,7 +21,7 @@ from volseg.version import __version__
 PAGE, BRIEF = "profile.html", "profile.md"
 
 MOST_LAYERS = 16
-"""Most layers in the short form; the page has all."""
+"""Maximum number of layers in the short form; the page shows all layers."""
 
 
 def write_profile(report: ProfileReport, folder: str | Path) -> Path:
@@ -33,7 +33,7 @@ def write_profile(report: ProfileReport, folder: str | Path) -> Path:
 
 
 def format_profile(report: ProfileReport) -> str:
-    """Return the short form, which a terminal shows too."""
+    """Return the short form of a profile's report, which the command also prints."""
     return write_markdown(describe_profile(report))
 
 
@@ -60,7 +60,7 @@ def describe_profile(report: ProfileReport) -> content.ReportContent:
             "Slowest layers", "By direction, per step", LAYER_HEADER, layers[:MOST_LAYERS], brief=True, only_brief=True
         ),
         _tabulate("Layers", "Every layer by direction, per step", LAYER_HEADER, layers),
-        content.Section(title="How it was found", blocks=notes, brief=True),
+        content.Section(title="Measurement", blocks=notes, brief=True),
     ]
     return content.ReportContent(
         title=f"Profile of {report.name}",
@@ -80,7 +80,7 @@ def describe_profile(report: ProfileReport) -> content.ReportContent:
 def _tabulate(
     title: str, caption: str, header: Sequence[str], rows: Sequence[Sequence[str]], **kind: bool
 ) -> content.Section:
-    """Return a section with a table of the columns that hold anything."""
+    """Return a section with a table, without empty columns."""
     filled = [number for number in range(len(header)) if any(row[number] for row in rows)]
     header, *rows = ([row[number] for number in filled] for row in (header, *rows))
     table = content.TextTable(caption=caption, header=header, rows=rows, sortable=True)
@@ -88,15 +88,15 @@ def _tabulate(
 
 
 def _list_facts(report: ProfileReport) -> dict[str, str]:
-    """Return how the profile was found."""
+    """Return how the profile was measured."""
     facts: dict[str, str | None] = {
-        "steps watched": str(report.steps),
-        "not recorded, since": report.not_recorded,
-        "of the kernels' time, layer known": None if report.matched is None else f"{report.matched:.1%}",
-        "waited for the batch": format_seconds(report.batch_seconds),
+        "profiled steps": str(report.steps),
+        "not recorded because": report.not_recorded,
+        "share of kernel time with a known layer": None if report.matched is None else f"{report.matched:.1%}",
+        "wait for the batch": format_seconds(report.batch_seconds),
     }
     if report.peaks is not None:
-        facts["memory at best"] = f"{report.peaks.bytes_per_second / 1e12:.3g} TB/s"
-        facts["tensor cores at best"] = f"{report.peaks.flops_per_second / 1e12:.4g} TFLOP/s"
+        facts["peak memory bandwidth"] = f"{report.peaks.bytes_per_second / 1e12:.3g} TB/s"
+        facts["peak of the tensor cores"] = f"{report.peaks.flops_per_second / 1e12:.4g} TFLOP/s"
         facts["source"] = report.peaks.source
     return {name: value for name, value in facts.items() if value}

@@ -16,7 +16,7 @@ from volseg.errors import ConfigError, DataError
 from volseg.monitoring import run_files
 
 TOLD = "told.json"
-"""Information of a training that is in no other file: cases left out, remarks, published results."""
+"""File of a training for information that no other file contains: cases left out, remarks, published results."""
 
 OVERLAYS = Path("validation", "overlays")
 """Pictures of the best and the worst cases."""
@@ -24,15 +24,15 @@ OVERLAYS = Path("validation", "overlays")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedCase:
-    """One case's numbers."""
+    """Metrics of one case."""
 
     name: str
     metrics: Mapping[str, Mapping[str, float]]
-    """By label and metric; infinite if only one label map has the label, NaN if neither has it."""
+    """Values by label and metric; infinite if only one label map has the label, NaN if neither has it."""
 
     @property
     def dice(self) -> float:
-        """Mean over the labels that are there."""
+        """Mean Dice over the labels that the case has."""
         return mean(of.get("Dice", math.nan) for key, of in self.metrics.items() if key != "0")
 
 
@@ -41,7 +41,7 @@ class Scores:
     """A ``summary.json``."""
 
     labels: Mapping[str, str]
-    """Key to name, without the background."""
+    """Names of the labels by key, without the background."""
     cases: Sequence[ReportedCase]
     dice: float
     """Mean over the labels of the means over the cases."""
@@ -50,7 +50,7 @@ class Scores:
     def of(self, part: str, key: str, metric: str) -> float:
         """Return a value of a label, such as ``mean`` or ``median``; NaN if the file has none.
 
-        A median is infinite where it is null and distances are infinite: JSON has no infinite number.
+        A null median is infinite if distances are infinite: JSON has no infinite number.
         """
         value = self.summary.get(part, {}).get(key, {}).get(metric)
         if value is None and part == "median" and self.of("undefined", key, metric) > 0:
@@ -58,7 +58,7 @@ class Scores:
         return read_number(value)
 
     def interval(self, key: str, metric: str) -> tuple[float, float] | None:
-        """Return the interval of a mean over `FEWEST` cases or more, where there is one."""
+        """Return the confidence interval of a mean over at least `FEWEST` cases, if the file has one."""
         if sum(math.isfinite(case.metrics[key].get(metric, math.nan)) for case in self.cases) < FEWEST:
             return None
         found = self.summary.get("intervals", {}).get("mean", {}).get(key, {}).get(metric)
@@ -71,7 +71,7 @@ class Scores:
 
 
 FEWEST = 10
-"""Fewest cases for an interval: resamples of fewer cases repeat the same means."""
+"""Minimum number of cases for an interval: resamples of fewer cases repeat the same means."""
 
 SHOWN = ("Dice", "NSD", "HD95", "ASSD", "lesion_F1", "volume_diff_ml")
 DISTANCES = ("HD", "HD95", "ASSD")
@@ -84,11 +84,11 @@ class Told:
     problems: Sequence[str] = ()
     remarks: Sequence[str] = ()
     published: Sequence[Mapping[str, Any]] = ()
-    """Of `volseg.evaluation.scoring.published_results`."""
+    """Result of `volseg.evaluation.scoring.published_results`."""
     memory: str | None = None
     replanned: str | None = None
     patients: Mapping[str, str] = field(default_factory=dict)
-    """``summary`` and ``warning``, which may be empty."""
+    """Texts ``summary`` and ``warning``, which may be empty."""
 
 
 MAPPING = TypeAdapter(dict[str, Any])
@@ -116,9 +116,9 @@ class RunRecord:
     scores: Scores | None
     overlays: Mapping[str, Path]
     components: Sequence[str] = ()
-    """Files of Python with components of the user's own, which each command needs again."""
+    """Python files with the user's components, which each command needs again."""
     missing: list[str] = field(default_factory=list)
-    """Sentences on what could not be shown, and why."""
+    """Sentences about missing parts of the report, with the reason."""
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -127,25 +127,25 @@ def read_run(folder: str | Path) -> RunRecord:
     Raises
     ------
     ConfigError
-        If it is none.
+        The folder is not a run folder.
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
-            f"{folder} is not a run folder: it has no config.yaml; name the folder that `volseg train` or "
-            "`volseg cross-validate` wrote"
+            f"{folder} is not a run folder: it has no config.yaml; name a folder that `volseg train` wrote, or a fold "
+            "of `volseg cross-validate`"
         )
     missing: list[str] = []
     text = (folder / "config.yaml").read_text(encoding="utf-8", errors="replace")
     config = _read_config(text, missing)
-    task = read_json(folder / "task.json", missing, "what the labels are called")
+    task = read_json(folder / "task.json", missing, "the names of the labels")
     try:
         history: Sequence[run_files.EpochLine] = run_files.read_history(folder / run_files.HISTORY)
     except (DataError, OSError) as fault:
         missing.append(f"{fault}.")
         history = ()
     if len(history) < 2:
-        missing.append(f"No curves: {run_files.HISTORY} tells of {len(history)} epoch(s).")
+        missing.append(f"No curves: {run_files.HISTORY} has only {len(history)} epoch(s).")
     parts = run_files.read_times(folder / run_files.TIMES)
     if not parts:
         missing.append(f"No time budget: {_find_reason(folder / run_files.TIMES)}.")
@@ -155,7 +155,7 @@ def read_run(folder: str | Path) -> RunRecord:
     scores = read_scores(folder / "validation" / "summary.json", task, missing)
     overlays = {file.stem: file for file in sorted((folder / OVERLAYS).glob("*.png"))}
     if scores is not None and not overlays:
-        missing.append(f"No pictures of cases: {OVERLAYS.as_posix()} is not there; it is written at a training's end.")
+        missing.append(f"No pictures of cases: {OVERLAYS.as_posix()} is missing; a training writes it at its end.")
     return RunRecord(
         folder=folder,
         config=config,
@@ -166,8 +166,8 @@ def read_run(folder: str | Path) -> RunRecord:
         history=history,
         parts=parts,
         status=status,
-        memory=read_json(folder / "memory.json", missing, "how much memory the GPUs took", optional=True),
-        replanned=read_json(folder / "replanned.json", missing, "what was out of memory", optional=True),
+        memory=read_json(folder / "memory.json", missing, "the memory of the GPUs", optional=True),
+        replanned=read_json(folder / "replanned.json", missing, "the changed settings", optional=True),
         told=read_json(folder / TOLD, missing, "cases left out and published results", kind=_TOLD, optional=True)
         or Told(),
         scores=scores,
@@ -185,36 +185,36 @@ def read_json(
     Parameters
     ----------
     file : Path
-        Of JSON.
+        Path of the file.
     missing : list of str
-        Takes a sentence where it is not there, unless it is ``optional``, and where it is damaged.
+        Receives a sentence if the file is damaged, or absent and not ``optional``.
     what : str
-        Cannot be told then.
+        Part that the report then lacks.
     kind : TypeAdapter
-        Of the content.
+        Type of the content.
     optional : bool
-        Whether trainings write it only now and then.
+        Whether only some trainings write the file.
     """
     try:
         return kind.validate_json(file.read_bytes())
     except FileNotFoundError:
         if not optional:
-            missing.append(f"{file.name} is not there: {what} cannot be told.")
+            missing.append(f"{file.name} is missing: the report lacks {what}.")
     except ValidationError as fault:
         first = fault.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         missing.append(
-            f"{file.name} cannot be read ({place}{': ' * bool(place)}{first['msg']}): {what} cannot be told."
+            f"{file.name} cannot be read ({place}{': ' * bool(place)}{first['msg']}): the report lacks {what}."
         )
     except OSError as fault:
-        missing.append(f"{file.name} cannot be read ({fault}): {what} cannot be told.")
+        missing.append(f"{file.name} cannot be read ({fault}): the report lacks {what}.")
     return None
 
 
 def read_scores(file: Path, task: Mapping[str, Any] | None, missing: list[str] | None = None) -> Scores | None:
     """Return the scores of a ``summary.json``; None if they cannot be read."""
     missing = [] if missing is None else missing
-    content = read_json(file, missing, "how good the predictions are")
+    content = read_json(file, missing, "the scores")
     if content is None:
         return None
     try:
@@ -227,19 +227,19 @@ def read_scores(file: Path, task: Mapping[str, Any] | None, missing: list[str] |
             summary=content,
         )
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as fault:
-        missing.append(f"No scores: {file} is not a summary as volseg writes it ({fault!r}).")
+        missing.append(f"No scores: {file} is not a summary that volseg wrote ({fault!r}).")
         return None
 
 
 def _find_reason(file: Path) -> str:
-    """Return why nothing is known of what a training writes again and again."""
+    """Return why a file that trainings rewrite continually could not be read."""
     if file.exists():
-        return f"{file.name} holds something else than volseg writes there; it is damaged"
-    return f"{file.name} is not there"
+        return f"{file.name} is damaged: its content differs from what volseg writes"
+    return f"{file.name} is missing"
 
 
 def mean(values: Any) -> float:
-    """Return the mean of the finite values; NaN without any."""
+    """Return the mean of the finite values; NaN if there are none."""
     known = [value for value in values if math.isfinite(value)]
     return math.fsum(known) / len(known) if known else math.nan
 
@@ -253,7 +253,7 @@ def _read_case(case: Mapping[str, Any], number: int) -> ReportedCase:
 
 
 def _read_metrics(of: Mapping[str, Any]) -> dict[str, float]:
-    """Return a label's metrics; a distance that is null is infinite where one of the two has the label."""
+    """Return a label's metrics; a null distance is infinite if only one of the two label maps has the label."""
     in_one = (of.get("n_pred") == 0) != (of.get("n_ref") == 0)
     return {
         name: math.inf if value is None and in_one and name in DISTANCES else read_number(value)
@@ -275,7 +275,7 @@ def _read_config(text: str, missing: list[str]) -> Mapping[str, Any]:
     try:
         config = parse_yaml(text, "config.yaml")
         if not isinstance(config, dict):
-            raise ConfigError(f"it holds a {type(config).__name__}, no mapping")
+            raise ConfigError(f"it contains a {type(config).__name__} instead of a mapping")
     except ConfigError as fault:
         missing.append(f"config.yaml cannot be read ({str(fault).partition(chr(10))[0]}).")
         return {}
@@ -283,8 +283,8 @@ def _read_config(text: str, missing: list[str]) -> Mapping[str, Any]:
 
 
 def list_component_files(folder: Path, missing: list[str]) -> list[str]:
-    """Return the files of Python from which a run has components of its own; ``missing`` is that of `read_json`."""
-    file, what = folder / "components.json", "which components of one's own there are"
+    """Return the Python files that define a run's own components; see `read_json` for ``missing``."""
+    file, what = folder / "components.json", "the run's own components"
     content = read_json(file, missing, what, kind=_COMPONENTS, optional=True) or ()
     sources = [one.get("from") for one in content]
     files = [source.get("file") for source in sources if isinstance(source, dict)]
@@ -292,6 +292,6 @@ def list_component_files(folder: Path, missing: list[str]) -> list[str]:
 
 
 def _read_split(file: Path, missing: list[str]) -> dict[str, Sequence[str]]:
-    content = read_json(file, missing, "which cases trained and which validated", kind=_SPLIT)
+    content = read_json(file, missing, "the cases for training and validation", kind=_SPLIT)
     first = content[0] if content else {}
     return {kind: first.get(key, ()) for kind, key in (("training", "train"), ("validation", "val"))}

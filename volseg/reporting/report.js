@@ -1,5 +1,5 @@
 "use strict";
-// Sorts a table by the column whose button is pressed: numbers as numbers, what is none last.
+// Sorts a table by the column whose button is pressed: numbers by value, other text last.
 for (const button of document.querySelectorAll("th button")) {
   button.addEventListener("click", () => {
     const head = button.closest("th"), body = head.closest("table").tBodies[0];

@@ -32,7 +32,7 @@ CURVES = (
     ("Speed", "voxels/s", ("voxels_per_second",)),
     ("GPU memory", "GiB", ("gpu/*_gib", "memory/*_gib")),
 )
-"""Charts, and the tags that are drawn in them; a tag is drawn once, where it is named rather than where it fits."""
+"""Charts and the tags drawn in them. Each tag is drawn once; a chart that names it precedes one with a pattern."""
 
 
 def describe_run(record: RunRecord, state: str | None = None) -> content.ReportContent:
@@ -41,7 +41,7 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
     Parameters
     ----------
     record : RunRecord
-        Of its folder.
+        Record of its folder.
     state : str, optional
         State of the run, if the caller knows more than the files.
     """
@@ -51,14 +51,13 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, state), warns=True),
         compose.section(
-            "Cases to look at closely",
-            lambda: [] if scores is None else show_cases(scores, record.overlays, record.folder),
+            "Best and worst cases", lambda: [] if scores is None else show_cases(scores, record.overlays, record.folder)
         ),
         compose.section(
             "Out of memory", lambda: [content.Text(record.told.replanned)] if record.told.replanned else [], brief=True
         ),
         compose.section("Cases left out", lambda: _list_findings(record.told.problems), brief=True),
-        compose.section("Cases to look at", lambda: _list_findings(record.told.remarks), brief=True),
+        compose.section("Cases to check", lambda: _list_findings(record.told.remarks), brief=True),
         compose.section("Curves", lambda: _draw_curves(record)),
         *describe_scores(scores, compose),
         compose.section("Published results", lambda: _compare(record), brief=True),
@@ -68,8 +67,8 @@ def describe_run(record: RunRecord, state: str | None = None) -> content.ReportC
         compose.section("Config", lambda: [content.Code("config.yaml, every value", record.config_text)]),
         compose.section("Environment", lambda: describe_environment(record.environment)),
     ]
-    subtitle = compose.attempt("What was trained", lambda: _name_training(record), "A training")
-    headline = compose.attempt("The headline", lambda: _make_headline(record), list[tuple[str, str]]())
+    subtitle = compose.attempt("the subtitle", lambda: _name_training(record), "A training")
+    headline = compose.attempt("the headline", lambda: _make_headline(record), list[tuple[str, str]]())
     return compose.finish(
         record.folder,
         title=str(record.config.get("name", record.folder.name)),
@@ -131,7 +130,7 @@ def _make_headline(record: RunRecord) -> list[tuple[str, str]]:
     if epochs is not None:
         headline.append(("epochs", str(epochs) if done in (None, epochs) else f"{done} of {epochs}"))
     if record.parts:
-        headline.append(("time in all", format_duration(sum(part.seconds for part in record.parts))))
+        headline.append(("total time", format_duration(sum(part.seconds for part in record.parts))))
     return headline
 
 
@@ -145,19 +144,19 @@ def _count_epochs(record: RunRecord) -> tuple[int | None, int | None]:
 def _list_warnings(record: RunRecord, state: str) -> list[content.Block]:
     warnings = []
     if state == "failed" and record.status is not None:
-        warnings.append(f"The training failed: {record.status.message or 'nothing is known of the reason'}")
+        warnings.append(f"The training failed: {record.status.message or 'no reason was recorded'}")
     if state == "interrupted":
         warnings.append(
-            "The training was interrupted; it goes on from its last checkpoint by the first command below Next."
+            "The training was interrupted; the first command under Next continues it from its last checkpoint."
         )
     if cut := record.told.patients.get("warning"):
         warnings.append(f"{cut}.")
     if left := record.told.problems:
-        warnings.append(f"{len(left)} case(s) were left out, as they cannot be used; see below.")
+        warnings.append(f"{len(left)} unusable case(s) were left out; see below.")
     if remarks := record.told.remarks:
-        warnings.append(f"{len(remarks)} remark(s) on cases that should be looked at; see below.")
+        warnings.append(f"{len(remarks)} remark(s) on cases to check; see below.")
     if record.replanned:
-        warnings.append("A step was out of memory, and the training went on in another way; see below.")
+        warnings.append("A step ran out of memory, and the training continued with other settings; see below.")
     scalars = [(line.epoch, tag, value) for line in record.history for tag, value in line.scalars.items()]
     bad = [epoch for epoch, tag, value in scalars if tag.startswith("train/") and not math.isfinite(value)]
     if bad:
@@ -166,15 +165,13 @@ def _list_warnings(record: RunRecord, state: str) -> list[content.Block]:
         for key, name in record.scores.labels.items():
             lost = [case.name for case in record.scores.cases if case.metrics[key].get("Dice") == 0]
             if lost:
-                warnings.append(
-                    f"{name}: nothing of it was found in {len(lost)} case(s), such as {', '.join(lost[:3])}."
-                )
+                warnings.append(f"{name}: Dice is 0 in {len(lost)} case(s), such as {', '.join(lost[:3])}.")
     waited, spent = (
         sum(line.scalars.get(tag, 0.0) for line in record.history)
         for tag in ("time/data_wait_seconds", "time/epoch_seconds")
     )
     if spent and waited > 0.2 * spent:
-        warnings.append(f"{100 * waited / spent:.0f} % of the training's time was spent waiting for batches.")
+        warnings.append(f"The training spent {100 * waited / spent:.0f} % of its time waiting for batches.")
     return [content.Items(warnings)] if warnings else []
 
 
@@ -209,7 +206,7 @@ def _draw_curves(record: RunRecord) -> list[content.Block]:
         charts.append(
             content.Chart(title=f"Validation: {name_metric(metric)}", lines=_list_lines(record, chosen, names))
         )
-    return content.select_charts(charts, "Over the epochs, counted from 1.")
+    return content.select_charts(charts, "By epoch, counted from 1.")
 
 
 def _list_lines(record: RunRecord, tags: Sequence[str], names: Sequence[str]) -> list[content.Line]:
@@ -224,7 +221,7 @@ def _list_lines(record: RunRecord, tags: Sequence[str], names: Sequence[str]) ->
 
 
 def _name_line(tag: str) -> str:
-    """Return a tag without what the chart's title says already: of ``val/dice/Anterior`` the label."""
+    """Return a tag without the part that the chart's title already gives: for ``val/dice/Anterior``, the label."""
     kind, _, rest = tag.partition("/")
     if kind == "val":
         return rest.partition("/")[2] or "mean"
@@ -252,14 +249,14 @@ def show_cases(scores: Scores, overlays: Mapping[str, Path], folder: Path) -> li
                 content.Pictures(title=title, pictures=pictures, legend=() if shown else list(scores.labels.values()))
             )
     lowest = "".join(f" --case {quote(case.name)}" for case in worst)
-    scroll = ("All slices of the lowest:", spell(f"volseg view {quote(str(folder))}{lowest}"))
+    scroll = ("View all slices of the worst cases:", spell(f"volseg view {quote(str(folder))}{lowest}"))
     return [content.Text(EXPLAINED), *shown, content.Commands([scroll])] if shown else []
 
 
 EXPLAINED = (
-    "Coloured line with a faint tint: the label. Pale line of the same hue: the prediction. A tint without a pale line "
-    "was missed, a pale line without a tint was made up. R and L, A and P are the patient's sides. Each slice is the "
-    "one that holds most of the label."
+    "A coloured line with a faint tint marks the label, a pale line of the same hue the prediction. A tint without a "
+    "pale line was missed; a pale line without a tint is a false positive. R and L, A and P are the patient's sides. "
+    "Each slice is the one with the largest area of the label."
 )
 
 
@@ -285,22 +282,22 @@ def _list_commands(record: RunRecord, state: str) -> list[tuple[str, str]]:
     board = ("See curves and slices in a browser:", f"tensorboard --logdir {quote(str(record.folder / 'tensorboard'))}")
     if state != "finished":
         return [
-            # With its place: the config names the one at which it was begun, from which the folder may have been moved.
-            ("Go on with the training:", f"volseg train {config} -o {folder}{own} --resume"),
+            # With -o: the config names the folder in which the run started, which may have been moved since.
+            ("Continue the training:", f"volseg train {config} -o {folder}{own} --resume"),
             board,
-            ("Write this page anew:", f"volseg report {folder}"),
+            ("Write this page again:", f"volseg report {folder}"),
         ]
     return [
         ("Predict images:", f"volseg predict {folder} IMAGES... -o predictions{own}"),
         board,
         ("Measure which postprocessing helps:", f"volseg postprocess {folder}{own}"),
         ("Train every fold of this config:", f"volseg cross-validate {config} --output {folds}{own}"),
-        ("Write this page anew:", f"volseg report {folder}"),
+        ("Write this page again:", f"volseg report {folder}"),
     ]
 
 
 def name_components(files: Sequence[str]) -> str:
-    """Return the options by which a command is given components of one's own."""
+    """Return the command-line options that load a run's own components."""
     return "".join(f" --components {quote(file)}" for file in files)
 
 

@@ -1,4 +1,4 @@
-"""Make sections of reports: scores by label and by case beside published ones, time and memory of a run."""
+"""Write sections of reports: scores by label and by case, comparison with published results, time and memory."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ NUM_EXTREME = 5
 
 
 def choose_extremes(cases: Sequence[ReportedCase]) -> tuple[list[ReportedCase], list[ReportedCase]]:
-    """Return the cases with the lowest and with the highest mean Dice, from the outermost on; none is among both."""
+    """Return the cases with the lowest and with the highest mean Dice, the most extreme first; no case is in both."""
     known = sorted((case for case in cases if math.isfinite(case.dice)), key=lambda case: (case.dice, case.name))
     lowest = min(NUM_EXTREME, -(-len(known) // 2))
     highest = min(NUM_EXTREME, len(known) - lowest)
@@ -36,7 +36,7 @@ def describe_scores(scores: Scores | None, compose: content.Composer) -> list[co
 
 
 def name_metric(metric: str) -> str:
-    """Return a metric as a table's head calls it, or a curve's title, by its name or by its tag: ``HD95``, ``hd95``."""
+    """Return the title of a metric for tables and curves, given its name (``HD95``) or its tag (``hd95``)."""
     metric = {one.lower(): one for one in (*UNITS, "NSD", "lesion_F1")}.get(metric.lower(), metric)
     return {"volume_diff_ml": "volume difference (ml)", "lesion_F1": "lesion F1"}.get(
         metric, f"{metric} ({UNITS[metric]})" if metric in UNITS else metric
@@ -74,16 +74,16 @@ def _tabulate_labels(scores: Scores) -> list[content.Block]:
     told = []
     if any(metric in UNITS for metric in scores.metrics):
         told.append(
-            content.Text("Undefined: cases in which only one of the two has the label; no mean of a distance has them.")
+            content.Text("Undefined: only one of label map and prediction has the label; means omit these cases.")
         )
     tolerances = sorted(set(((scores.summary.get("settings") or {}).get("tolerance_mm") or {}).values()))
     if tolerances:
-        told.append(content.Text(f"NSD: within {', '.join(f'{each:g}' for each in tolerances)} mm."))
+        told.append(content.Text(f"NSD tolerance: {', '.join(f'{each:g}' for each in tolerances)} mm."))
     header = ("label", "metric", "mean", "95 % interval", "median", "undefined")
     shown = [column for column in range(len(header)) if column != 3 or any(row[column] for row in rows)]
     return [
         content.TextTable(
-            caption=f"Means over {len(scores.cases)} cases; intervals by bootstrap, of {FEWEST} cases or more",
+            caption=f"Means over {len(scores.cases)} cases; bootstrap intervals for {FEWEST} cases or more",
             header=[header[column] for column in shown],
             rows=[[row[column] for column in shown] for row in rows],
         ),
@@ -104,7 +104,7 @@ def _draw_boxes(scores: Scores) -> list[content.Block]:
             )
             for metric in scores.metrics
         ],
-        "A dot for each case.",
+        "Each dot is a case.",
     )
 
 
@@ -121,7 +121,7 @@ def _tabulate_cases(scores: Scores) -> list[content.Block]:
     ]
     return [
         content.TextTable(
-            caption="Every case, lowest Dice first; press a head to sort", header=header, rows=rows, sortable=True
+            caption="All cases, lowest Dice first; click a column to sort", header=header, rows=rows, sortable=True
         )
     ]
 
@@ -129,14 +129,14 @@ def _tabulate_cases(scores: Scores) -> list[content.Block]:
 def tabulate_published(
     published: Sequence[Mapping[str, Any]], names: Sequence[str], own: tuple[str, str, int, Sequence[float], float]
 ) -> list[content.Block]:
-    """Return a table of published results below one's own, and what a reader of it bears in mind.
+    """Return a table of the own and the published results, and a note on their comparison.
 
     Parameters
     ----------
     published : sequence of mapping
-        Of `volseg.evaluation.scoring.published_results`.
+        Result of `volseg.evaluation.scoring.published_results`.
     names : sequence of str
-        Of the labels.
+        Names of the labels.
     own : tuple
         Method, evaluation, number of cases, Dice of each label, and their mean.
     """
@@ -153,14 +153,14 @@ def tabulate_published(
         for row in published
     ]
     header = ("method", "evaluation", "cases", *names, "mean", "source")
-    caption = "Dice beside published results; of cross-validations the mean of folds"
+    caption = "Dice and published results; for cross-validations, the mean over the folds"
     table = content.TextTable(caption=caption, header=header, rows=[first, *rows], bold=frozenset([0]))
-    told = "Other cases, such as a challenge's test set, are easier or harder: compare with that in mind."
+    told = "Other cases, such as a challenge's test set, may be easier or harder: results compare only roughly."
     return [table, content.Text(told)]
 
 
 def _format_dice(dice: Sequence[float]) -> list[str]:
-    """Return Dice with as many digits as the source has, and one more for a mean."""
+    """Return Dice values with as many digits as the source has, and their mean with one more."""
     digits = max(2, *(len(repr(value).partition(".")[2]) for value in dice))
     return [*(f"{value:.{digits}f}" for value in dice), f"{mean(dice):.{min(digits + 1, 4)}f}"]
 
@@ -169,25 +169,25 @@ GIB = 2**30
 
 
 def add_spans(parts: Sequence[run_files.RunPart]) -> dict[str, float]:
-    """Return the seconds of all parts by what was done, and what no span accounts for."""
+    """Return the seconds of all parts by activity, and the seconds that no span covers."""
     spans: dict[str, float] = {}
     for part in parts:
         for name, seconds in part.spans.items():
             spans[name] = spans.get(name, 0.0) + seconds
-    told = spans.pop(run_files.THE_REST, 0.0)  # by the parts that have ended
-    # Spans are measured one by one: what they leave may be a hair below nothing.
+    told = spans.pop(run_files.THE_REST, 0.0)  # of finished parts
+    # Spans are measured separately: the rest may be slightly negative.
     left = max(sum(part.seconds for part in parts) - math.fsum(spans.values()), told)
     return {**spans, run_files.THE_REST: left}
 
 
 def describe_time(parts: Sequence[run_files.RunPart], said: str, caption: str) -> list[content.Block]:
-    """Return where the time of several processes went; ``said`` follows their sum."""
+    """Return the time of several processes by activity; ``said`` follows their sum."""
     if not parts:
         return []
     whole = sum(part.seconds for part in parts)
     spans = add_spans(parts)
     rows = [[name, format_duration(part), f"{100 * part / (whole or 1):.0f} %"] for name, part in spans.items()]
-    rows.append(["in all", format_duration(whole), "100 %"])
+    rows.append(["total", format_duration(whole), "100 %"])
     bold = frozenset([len(rows) - 1])
     table = content.TextTable(caption=caption, header=("", "time", "share"), rows=rows, bold=bold)
     return [content.Text(f"{format_duration(whole)} {said}."), table]
@@ -196,13 +196,13 @@ def describe_time(parts: Sequence[run_files.RunPart], said: str, caption: str) -
 def describe_time_of_run(record: RunRecord) -> list[content.Block]:
     """Return the use of time over all parts of the run."""
     parts = record.parts
-    how = "in one go" if len(parts) == 1 else f"in {len(parts)} parts, as it was resumed; all are counted"
-    said = f"{how}; begun {format_moment(parts[0].begun)}" if parts else ""
-    return describe_time(parts, said, "What the time went by with")
+    how = "without interruption" if len(parts) == 1 else f"in {len(parts)} parts, as the training was resumed"
+    said = f"{how}; started {format_moment(parts[0].begun)}" if parts else ""
+    return describe_time(parts, said, "Time by activity")
 
 
 def describe_memory(record: RunRecord) -> list[content.Block]:
-    """Return the memory of the first steps on each GPU, beside the forecast."""
+    """Return the memory of the first steps on each GPU, and the forecast."""
     memory = record.memory
     if not memory or not memory.get("measured"):
         return []
@@ -213,9 +213,9 @@ def describe_memory(record: RunRecord) -> list[content.Block]:
         for device in reading["devices"]
     ]
     if forecast.get("reserved"):
-        rows.append(["the fullest", "", "", *_list_gib(forecast)])
+        rows.append(["the fullest GPU", "", "", *_list_gib(forecast)])
     table = content.TextTable(
-        caption=f"Peaks after {reading['steps']} steps, in GiB; forecasts are of a step, without cases",
+        caption=f"Peaks after {reading['steps']} steps, in GiB; the forecast is for a step, without cases on the GPU",
         header=("GPU", "used", "reserved", "forecast used", "forecast reserved"),
         rows=rows,
     )

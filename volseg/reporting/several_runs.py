@@ -17,8 +17,8 @@ from volseg.reporting.sections import describe_scores, describe_time, tabulate_p
 RESULTS = "cross_validation.json"
 
 INTERVALS = (
-    "Intervals are of the mean over the cases, by bootstrap (Efron 1979, doi:10.1214/aos/1176344552); they say nothing "
-    "about training again."
+    "Intervals are bootstrap intervals of the mean over the cases (Efron 1979, doi:10.1214/aos/1176344552); they leave "
+    "out the variation between trainings."
 )
 
 
@@ -56,10 +56,10 @@ def describe_crossed(record: CrossedRecord) -> content.ReportContent:
     compose = content.Composer(record.missing)
     first = next(iter(record.folds.values()), None)
     config = record.results.get("config") or (first.config if first else {})
-    whole = compose.attempt("How many folds there are to be", lambda: _count_folds(record, config), None)
+    whole = compose.attempt("the number of folds", lambda: _count_folds(record, config), None)
     sections = [
         compose.section("Look at this", lambda: _list_warnings(record, whole), warns=True, brief=True),
-        compose.section("Cases to look at closely", lambda: _show_cases(record)),
+        compose.section("Best and worst cases", lambda: _show_cases(record)),
         compose.section("Folds", lambda: _tabulate_folds(record), brief=True),
         *describe_scores(record.scores, compose),
         compose.section("Published results", lambda: _compare(record), brief=True),
@@ -71,10 +71,10 @@ def describe_crossed(record: CrossedRecord) -> content.ReportContent:
             lambda: describe_environment(record.results.get("environment") or (first.environment if first else {})),
         ),
     ]
-    subtitle = compose.attempt("What was trained", lambda: _name_training(record, config, first), "Cross-validation")
-    state = compose.attempt("How many folds are done", lambda: _find_state(record, whole), "state unknown")
-    headline = compose.attempt("The headline", lambda: _make_headline(record, whole), list[tuple[str, str]]())
-    name = compose.attempt("The name", lambda: config.get("name"), None)
+    subtitle = compose.attempt("the subtitle", lambda: _name_training(record, config, first), "Cross-validation")
+    state = compose.attempt("the number of finished folds", lambda: _find_state(record, whole), "state unknown")
+    headline = compose.attempt("the headline", lambda: _make_headline(record, whole), list[tuple[str, str]]())
+    name = compose.attempt("the name", lambda: config.get("name"), None)
     return compose.finish(
         record.folder,
         title=str(record.folder.name if name is None else name),
@@ -106,7 +106,7 @@ def _list_warnings(record: CrossedRecord, whole: int | None) -> list[content.Blo
     done = [str(fold["fold"]) for fold in record.results.get("folds") or ()]
     warnings = [str(told) for told in (record.results.get("failures") or {}).values()]
     if whole and 0 < len(done) < whole:
-        warnings.insert(0, f"Incomplete: fold(s) {', '.join(done)} of {whole}.")
+        warnings.insert(0, f"Incomplete: only fold(s) {', '.join(done)} of {whole} are finished.")
     cut = {number: fold.told.patients.get("warning") for number, fold in record.folds.items()}
     warnings += [f"Fold {number}: {told}." for number, told in cut.items() if told]
     return [content.Items(warnings)] if warnings else []
@@ -124,7 +124,7 @@ def _make_headline(record: CrossedRecord, whole: int | None) -> list[tuple[str, 
     headline.append(("folds", f"{len(record.results.get('folds') or ())} of {whole or 'unknown'}"))
     training = (record.results.get("config") or {}).get("training") or {}
     if "epochs" in training:
-        headline.append(("epochs of a fold", str(training["epochs"])))
+        headline.append(("epochs per fold", str(training["epochs"])))
     seconds = sum(part.seconds for fold in record.folds.values() for part in fold.parts)
     return [*headline, *([("time of all folds", format_duration(seconds))] if seconds else [])]
 
@@ -149,7 +149,7 @@ def _tabulate_folds(record: CrossedRecord) -> list[content.Block]:
         header = ["label", *(f"fold {number}" for number in finished), "mean of folds", "mean of cases", "SD of cases"]
         header += ["95 % interval"] if has_intervals else []
         blocks.append(content.TextTable(caption="Dice", header=header, rows=rows, bold=frozenset([len(rows) - 1])))
-        lines = ["Each case was predicted by the network that did not train on it, and compared on its original grid."]
+        lines = ["Each case was predicted by the network that was not trained on it, and scored on its original grid."]
         lines += [INTERVALS] if has_intervals else []
         blocks.append(content.Text(" ".join(lines)))
     rows = []
@@ -193,7 +193,7 @@ def _draw_curves(record: CrossedRecord) -> list[content.Block]:
                 xs, ys = zip(*held, strict=True)
                 lines.append(content.Line(name=f"fold {number}", xs=xs, ys=ys, colour=number))
         charts.append(content.Chart(title=title, lines=lines))
-    return content.select_charts(charts, "Over the epochs, counted from 1.")
+    return content.select_charts(charts, "By epoch, counted from 1.")
 
 
 def _show_cases(record: CrossedRecord) -> list[content.Block]:
@@ -203,22 +203,22 @@ def _show_cases(record: CrossedRecord) -> list[content.Block]:
 
 def _describe_time(record: CrossedRecord) -> list[content.Block]:
     parts = [part for fold in record.folds.values() for part in fold.parts]
-    return describe_time(parts, f"for {len(record.folds)} folds", "What the time of all folds went by with")
+    return describe_time(parts, f"for {len(record.folds)} folds", "Time of all folds by activity")
 
 
 def _tell_config(config: Mapping[str, Any], first: RunRecord | None) -> list[content.Block]:
     text = dump_yaml(dict(config)) if config else (first.config_text if first else "")
-    return [content.Code("The config of the folds, every value", text)] if text else []
+    return [content.Code("Config of the folds, every value", text)] if text else []
 
 
 def _list_commands(record: CrossedRecord) -> list[tuple[str, str]]:
     folder = quote(str(record.folder))
     own = name_components(next((fold.components for fold in record.folds.values()), ()))
     return [
-        ("Predict images by all folds together:", f"volseg predict {folder} IMAGES... -o predictions{own}"),
+        ("Predict images with all folds:", f"volseg predict {folder} IMAGES... -o predictions{own}"),
         ("Measure which postprocessing helps:", f"volseg postprocess {folder}{own}"),
         ("See the curves of all folds in a browser:", f"tensorboard --logdir {folder}"),
-        ("Write this page anew:", f"volseg report {folder}"),
+        ("Write this page again:", f"volseg report {folder}"),
     ]
 
 
@@ -235,17 +235,17 @@ class SearchRecord:
 
     folder: Path
     results: Mapping[str, Any]
-    """Of ``search.json``."""
+    """Content of ``search.json``."""
     missing: list[str]
 
     @property
     def trials(self) -> Sequence[Mapping[str, Any]]:
-        """Each with its number, state, value, epochs, seconds, values of keys and error."""
+        """Trials with their number, state, value, epochs, seconds, values of keys and error."""
         return self.results.get("trials") or ()
 
     @property
     def wanted(self) -> int:
-        """How many trials there are to be; a later call may have asked for fewer than there are."""
+        """Number of trials to run; at least the number of trials so far, as a later call may have asked for fewer."""
         return max(int(self.results.get("wanted") or 0), len(self.trials))
 
     @property
@@ -264,9 +264,9 @@ def read_search(folder: str | Path) -> SearchRecord:
 
 
 def describe_search(record: SearchRecord) -> content.ReportContent:
-    """Return what is said of a search."""
+    """Return the report of a search."""
     compose, results = content.Composer(record.missing), record.results
-    best = compose.attempt("The best trial", lambda: record.best, None)
+    best = compose.attempt("the best trial", lambda: record.best, None)
     sections = [
         compose.section("Trials", lambda: _tabulate_trials(record, best), brief=True),
         compose.section("Failed trials", lambda: _list_failures(record), brief=True, warns=True),
@@ -281,9 +281,9 @@ def describe_search(record: SearchRecord) -> content.ReportContent:
         title=str(results.get("name", record.folder.name)),
         subtitle=f"Search over {', '.join(results.get('space') or {})} on {results.get('task', 'a task')}",
         state="finished" if done == record.wanted else f"{done} of {record.wanted} trials",
-        headline=compose.attempt("The headline", lambda: _head_search(record, best), list[tuple[str, str]]()),
+        headline=compose.attempt("the headline", lambda: _head_search(record, best), list[tuple[str, str]]()),
         sections=sections,
-        commands=compose.attempt("What is next", lambda: _suggest_after(record, best), list[tuple[str, str]]()),
+        commands=compose.attempt("the next commands", lambda: _suggest_after(record, best), list[tuple[str, str]]()),
     )
 
 
@@ -294,7 +294,7 @@ def _head_search(record: SearchRecord, best: Mapping[str, Any] | None) -> list[t
         return headline
     values = ", ".join(f"{key}={_format_choice(value)}" for key, value in best["values"].items())
     metric = str(record.results.get("metric"))
-    return [(f"best {metric}", _format_choice(best["value"])), (f"by trial {best['number']}", values), *headline]
+    return [(f"best {metric}", _format_choice(best["value"])), (f"values of trial {best['number']}", values), *headline]
 
 
 def _tabulate_trials(record: SearchRecord, best: Mapping[str, Any] | None) -> list[content.Block]:
@@ -321,7 +321,7 @@ def _list_failures(record: SearchRecord) -> list[content.Block]:
 
 
 def _draw_slices(record: SearchRecord) -> list[content.Block]:
-    """Return charts of the metric: over the trials in the order of their starts, over each range, by each choice."""
+    """Return charts of the metric: over the trials in starting order, over each range, and for each choice."""
     finished = [trial for trial in record.trials if trial["state"] == "finished"]
     ys = [read_number(trial["value"]) for trial in finished]
     numbers = [float(trial["number"]) for trial in finished]
@@ -344,14 +344,14 @@ def _draw_slice(key: str, xs: Sequence[float], ys: Sequence[float], *, log: bool
 
 def _suggest_after(record: SearchRecord, best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     command = join(["volseg", *map(str, record.results.get("command") or ()), "--trials", str(2 * record.wanted)])
-    commands = [("Try more values:", command), ("Write this page anew:", f"volseg report {quote(str(record.folder))}")]
+    commands = [("Run more trials:", command), ("Write this page again:", f"volseg report {quote(str(record.folder))}")]
     if best is None:
         return commands
     run = record.folder / f"trial_{best['number']}"
     folds = quote(f"{record.folder}_folds")
     return [
-        ("Predict images by the best trial:", f"volseg predict {quote(str(run))} IMAGES... -o predictions"),
-        ("Cross-validate its values:", f"volseg cross-validate {quote(f'{run}.yaml')} --output {folds}"),
+        ("Predict images with the best trial:", f"volseg predict {quote(str(run))} IMAGES... -o predictions"),
+        ("Cross-validate the best trial:", f"volseg cross-validate {quote(f'{run}.yaml')} --output {folds}"),
         *commands,
     ]
 

@@ -1,11 +1,11 @@
 """Write cases as one page in which NiiVue shows slices in three planes, with label maps over them.
 
-The page is self-contained and holds the compressed volumes. A volume that is too large for a page is thinned: every
-n-th voxel along the axes with the finest spacing is kept, so that each shown value is one of the file. The page states
-the spacing that is left.
+The page is self-contained and includes the compressed volumes. A volume that is too large for a page is thinned: every
+n-th voxel along the axes with the finest spacing is kept, so that the file contains each value shown. The page states
+the resulting spacing.
 
-The repository does not hold NiiVue. ``make viewer`` and the build of a wheel fetch the package by npm, compare it, and
-keep one of its files beside this module. Nothing of the package runs on this machine.
+The repository does not contain NiiVue. ``make viewer`` and the build of a wheel fetch the package by npm, compare its
+hash, and keep one of its files next to this module. None of its code runs on this machine.
 """
 
 import base64
@@ -35,10 +35,10 @@ MOST_OF_CASE, MOST_OF_PAGE = 2**25, 2**27
 """Voxels of an image: 512 x 512 x 128, and four such images, take 50 to 200 MB in a page."""
 
 FEWEST = 2**21
-"""Voxels (128 x 128 x 128) below which an image is not thinned; fewer cases fit then."""
+"""Voxels (128 x 128 x 128) below which an image is not thinned; fewer cases then fit."""
 
 COMPRESSION = 2
-"""ISA-L's level."""
+"""Compression level of ISA-L."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class ViewedCase:
     name: str
     image: Files
     layers: Mapping[str, Path] = field(default_factory=dict)
-    """Title, such as ``prediction``, to the file of the label map."""
+    """Label map files by title, such as ``prediction``."""
     dice: float = math.nan
-    """Mean over the labels, where it is known."""
+    """Mean over the labels; NaN if unknown."""
 
 
 def write_viewer(
@@ -62,7 +62,7 @@ def write_viewer(
     task: Task | None = None,
     channel: int = 0,
 ) -> Path:
-    """Write the page, in one step or not at all; return its path.
+    """Write the page atomically; return its path.
 
     Parameters
     ----------
@@ -73,18 +73,18 @@ def write_viewer(
     title : str
         Of the page.
     names : mapping
-        Names of labels by value; others are called by their value.
+        Names of labels by value; other labels appear by their value.
     task : Task, optional
-        What labels in DICOM are read by; see `read_label`.
+        Maps segments of DICOM files to label values; see `read_label`.
     channel : int
-        Of the images.
+        Channel of the images to show, from 0.
 
     Raises
     ------
     ConfigError
-        NiiVue was not fetched, the cases are too many to be shown together, or no image has this channel.
+        NiiVue was not fetched, a page cannot hold this many cases, or an image lacks this channel.
     DataError
-        A volume cannot be read, holds no labels, or does not lie on the grid of its image.
+        A volume cannot be read, or a file is not a label map or not on the grid of its image.
     """
     scripts = [read_niivue(), read_part("viewer.js")]
     page = _Page(names, task, channel, most=min(MOST_OF_CASE, MOST_OF_PAGE // len(cases)))
@@ -106,16 +106,16 @@ class _Page:
         self.blocks: dict[str, str] = {}
 
     def list_labels(self) -> Iterator[dict[str, Any]]:
-        """Yield what the page says of each index, from 1 on."""
+        """Yield name and colour of each index, from 1, and whether it occurs."""
         for value in self._indices:
             name = self._names.get(value, f"label {value}")
             yield {"name": name, "colour": choose_colour(value), "occurs": value in self._found}
 
     def add(self, case: ViewedCase) -> dict[str, Any]:
-        """Keep the volumes of a case; return what the page's script reads of them."""
+        """Store the volumes of a case; return its description for the page's script."""
         image = read_volume(case.image)
         if not 0 <= self._channel < len(image):
-            raise ConfigError(f"{name_files(case.image)} has {len(image)} channel(s), and no channel {self._channel}")
+            raise ConfigError(f"{name_files(case.image)} has {len(image)} channel(s) (0-based), got {self._channel}")
         grid = Grid.of(image)
         steps = self._choose_steps(grid, case.name)
         affine = grid.affine.numpy() @ np.diag([*steps, 1])
@@ -147,20 +147,20 @@ class _Page:
         while math.prod(-(-side // step) for side, step in zip(grid.shape, steps, strict=True)) > self._most:
             if self._most < FEWEST:
                 raise ConfigError(
-                    f"a page holds {MOST_OF_PAGE:,} voxels, and {name} has {math.prod(grid.shape):,}: too many cases "
-                    "are to be shown together; choose some by --case"
+                    f"a page can hold {MOST_OF_PAGE:,} voxels, too few for this many cases ({name} has "
+                    f"{math.prod(grid.shape):,}); choose fewer by --case"
                 )
             steps[int(np.argmin(_find_spacing(grid) * steps))] += 1
         return steps
 
     def _index(self, labels: MetaTensor, grid: Grid, file: Path) -> np.ndarray:
-        """Return a label map as the indices of the page's labels."""
+        """Return a label map with the page's indices in place of the values."""
         if fault := grid.fault_of(Grid.of(labels), "image"):
-            raise DataError(f"{file} {fault}; a label map is shown on the grid of its image")
+            raise DataError(f"{file} {fault}; a label map must be on the grid of its image")
         values = labels[0].numpy(force=True)
         found = np.unique(values)
         if not (0 <= found[0] <= found[-1] <= LARGEST_VALUE and np.array_equal(found, found.round())):
-            raise DataError(f"{file} holds {found[0]:g} to {found[-1]:g}; a label map holds whole numbers from 0 on")
+            raise DataError(f"{file} has {found[0]:g} to {found[-1]:g}, not whole numbers from 0 to {LARGEST_VALUE}")
         table = np.zeros(int(found[-1]) + 1, dtype=np.uint16)
         for value in map(int, found[found > 0]):
             table[value] = self._indices.setdefault(value, len(self._indices) + 1)
@@ -168,7 +168,7 @@ class _Page:
         return table[values.astype(np.int64)]
 
     def _pack(self, voxels: np.ndarray, affine: np.ndarray) -> str:
-        """Keep a volume as NIfTI; return the name of its block."""
+        """Store a volume as a block of NIfTI; return the name of the block."""
         name = f"v{len(self.blocks)}"
         content = nib.Nifti1Image(voxels, affine).to_bytes()
         self.blocks[name] = base64.b64encode(igzip.compress(content, COMPRESSION, mtime=0)).decode()
@@ -201,11 +201,11 @@ def read_niivue() -> str:
     Raises
     ------
     ConfigError
-        It was not fetched; the message says how to do that.
+        It was not fetched; the message gives the command.
     """
     if not SCRIPT.is_file():
         raise ConfigError(
-            f"volseg view needs {SCRIPT}, which holds NiiVue. Wheels contain it; in a checkout, fetch it once: "
-            "make viewer (npm is needed)"
+            f"volseg view needs NiiVue, but {SCRIPT} is missing. Wheels contain it; in a checkout, run make viewer "
+            "once (needs npm)"
         )
     return SCRIPT.read_text(encoding="utf-8")

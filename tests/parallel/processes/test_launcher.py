@@ -40,5 +40,5 @@ def test_numbers_and_nesting_are_checked(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
     assert is_worker()
-    with pytest.raises(ParallelError, match="rank 0 of a launched group already"):
+    with pytest.raises(ParallelError, match="rank 0 of a launched job already"):
         launch(["-c", "pass"], 2)

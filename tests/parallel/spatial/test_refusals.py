@@ -105,7 +105,7 @@ def test_reading_numbers_of_a_volume_is_refused() -> None:
 def test_a_placed_model_is_not_moved() -> None:
     model = ModelParallel(nn.Conv3d(1, 1, 1), strategy="spatial", devices=["cpu"] * 2)
     for parent in (model, nn.Sequential(model)):
-        with pytest.raises(PlacementError, match=r"placed on cpu and were asked to move to meta; pass devices="):
+        with pytest.raises(PlacementError, match=r"placed on cpu and cannot be moved to meta; pass devices="):
             parent.to("meta")
     assert next(model.double().parameters()).dtype == torch.float64
 

@@ -171,7 +171,7 @@ def test_a_failed_attempt_leaves_earlier_recordings_watched(made: SimpleNamespac
 def test_what_could_change_unnoticed_is_not_recorded(made: SimpleNamespace) -> None:
     made.net.drawing = np.random.default_rng(0)
     assert calls(made, 3) == ["ran"] * 3
-    assert "has drawing, whose changes cannot be noticed" in made.recorder.refused
+    assert "has drawing, whose changes cannot be detected" in made.recorder.refused
 
 
 def test_what_a_step_changes_itself_does_not_end_the_recording(made: SimpleNamespace) -> None:
@@ -198,7 +198,7 @@ def test_what_changes_in_every_call_is_not_recorded_for_ever(made: SimpleNamespa
         made.net.drop.p = number / 100
         made.recorder(X)
     assert len(made.recordings) <= 21
-    assert "drop.p changes again and again" in made.recorder.refused
+    assert "drop.p keeps changing" in made.recorder.refused
     assert caplog.text.count("runs kernel by kernel from now on") == 1
 
 

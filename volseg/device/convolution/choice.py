@@ -59,7 +59,7 @@ def _is_half(tensor: Tensor, weight: Tensor) -> bool:
 
 
 def _is_plain_or_strided(tensor: Tensor, weight: Tensor, settings: Settings) -> bool:
-    """Return whether this also holds, and the convolution has no groups."""
+    """Return whether Triton may run, and the convolution has half precision and no groups."""
     return settings.groups == 1 and not settings.transposed and _is_half(tensor, weight)
 
 

@@ -1,6 +1,6 @@
 # ruff: noqa: N803, RUF005  (upper case: what Triton is compiled for; it unpacks no tuples)
 # mypy: disable-error-code="no-untyped-def, assignment"
-"""Depthwise convolutions, each channel by itself, in half precision with channels last: two Triton kernels.
+"""Depthwise convolutions, each channel separately, in half precision with channels last: two Triton kernels.
 
 torch has one kernel for them, which reads contiguous volumes voxel by voxel, and assigns each weight's gradient to one
 block. In channels-last layout, a tile of voxels times channels is read in whole lines, and each plane is read once for
@@ -127,7 +127,7 @@ def _depthwise_weight_kernel(
         h = line * SH + kh * DH - PH
         for index in tl.static_range(COLUMNS):
             w = column * SW + (first_kw + index) * DW - PW
-            # Also outside of the output: a non-finite voxel times a zero gradient is not zero.
+            # Also outside the output: a non-finite voxel times a zero gradient is not zero.
             inside = owed & (h >= 0) & (h < H) & (w >= 0) & (w < W)
             place = (h.to(tl.int64) * xh + w.to(tl.int64) * xw)[:, None] + c[None, :]
             for plane in tl.static_range((PLANES - 1) * SD + (KD - 1) * DD + 1):

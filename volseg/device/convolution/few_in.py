@@ -5,7 +5,7 @@
 In channels-last layout the taps along W of a voxel are one run in memory. Runs of one or more lines of taps fill the
 columns of a matrix, ``(voxels, taps)``, which is multiplied with ``(taps, channels)`` for each of the other taps
 along H and D. A column's offset from a voxel, and whether it is inside along W and H, is computed once for all of
-these; ``few_taps`` computes each tap's address anew.
+these; ``few_taps`` recomputes each tap's address.
 
 A V-Net begins with such a convolution (5 x 5 x 5 voxels of one channel), and the input's gradient of its last one is
 another: see ``few_out``.
@@ -39,7 +39,7 @@ MOST_COLUMNS, MOST_WEIGHT_COLUMNS = 32, 128
 """Columns of a tile forward, and of the weight's gradient. A line of taps of all channels fits into the first."""
 
 NOT_SPECIALIZED = ["V", "D", "H", "OD", "OH", *DIVIDERS]
-"""Arguments whose divisibility by 16 changes no instruction; another patch size would be compiled anew."""
+"""Arguments whose divisibility by 16 changes no instruction; another patch size would need another compilation."""
 
 
 def can_read(slab: Tensor) -> bool:
@@ -145,7 +145,7 @@ def _choose_lines(channels: int, kernel: torch.Size) -> tuple[int, int]:
 def _choose_most_lines(channels: int, kernel: torch.Size) -> tuple[int, int]:
     """Return the largest number of lines in the columns of a tile, and their columns, for the weight's gradient.
 
-    Each of its tiles reads the output's gradient anew, and computes its addresses.
+    Each of its tiles reads the output's gradient again, and computes its addresses.
     """
     _, height, width = kernel
     lines = max(1, min(height, MOST_WEIGHT_COLUMNS // (width * channels)))

@@ -30,7 +30,7 @@ FEWEST_CHANNELS, MOST_CHANNELS = 16, 64
 """Supported output channels."""
 
 NOT_SPECIALIZED = ["D", "H", "OD", "OH", *DIVIDERS]
-"""Arguments whose divisibility by 16 changes no instruction; another patch size would be compiled anew."""
+"""Arguments whose divisibility by 16 changes no instruction; another patch size would need another compilation."""
 
 
 @triton.jit

@@ -61,7 +61,7 @@ MOST_WAVES, FULL = 4, 0.96
 """Limit of waves of programs, and the sufficient share of busy processors."""
 
 NOT_SPECIALIZED = ["V", "per_part", "D", "H", "W", "OD", "OH", "OW", "PD", "PH", "PW", *DIVIDERS]
-"""Arguments whose divisibility by 16 changes no instruction; another patch size would be compiled anew."""
+"""Arguments whose divisibility by 16 changes no instruction; another patch size would need another compilation."""
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def weight_gradient(
         CI=own, CO=rows, KH=kernel[1], RUNS=runs, TAPS=taps, GROUP=voxels, ALONG=along,
         BV=BV, BI=BI, **tile, num_warps=8, num_stages=3,
     )  # fmt: skip
-    # The tap t of voxel v of a group lies under voxel v + t of its run: a sum over shifted views.
+    # Tap t of a group's voxel v is voxel v + t of its run: a sum over shifted views.
     part, row, depth, height, *_ = found.stride()
     shape = (parts, voxels, out, *kernel, own)
     shifted = found.as_strided(shape, (part, out * row + own, row, depth, height, own, 1))

@@ -3,7 +3,7 @@
 """A network's heads, convolutions of one voxel to classes, in half precision: two Triton kernels.
 
 The kernels only read and write memory, once in forward and once in backward; cuDNN and torch take several kernels
-outside of the matrix units and copies between layouts. Features are read in channels-last layout, logits are written
+outside the matrix units and copies between layouts. Features are read in channels-last layout, logits are written
 contiguously, as losses and predictions read them. Backward supports few classes; for many, only forward.
 """
 

@@ -63,7 +63,7 @@ def count_values(grouping: Grouping, batch: int, channels: int, over_replicas: b
 def _sum_parts(partials, i, inside, pairs, parts, rows, samples, pitch, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the first two sums of the pairs ``i`` over all parts of the slab, each of which has ``rows`` of them.
 
-    And over so many samples, which lie ``pitch`` from one another.
+    The sum also covers so many samples, at distances of ``pitch``.
     """
     total = tl.zeros((PARTS, BLOCK), tl.float32)
     moment = tl.zeros((PARTS, BLOCK), tl.float32)
@@ -226,11 +226,11 @@ def exchange_coefficients(
     slab
         A slab that Triton ``takes``.
     shares, weight, bias, eps
-        See ``reference.coefficients``; where the kernel runs. There are no shares where there are replicas.
+        See ``reference.coefficients``; on the kernel's device. With replicas there are no shares.
     mailbox
-        How the kernel exchanges; None where there is one slab.
+        Mailbox of the kernel's exchange; None for a single slab.
     grouping
-        Which pairs of sample and channel share their statistics.
+        Groups of pairs of sample and channel that share statistics.
     running
         Running statistics, which the kernel moves if it receives all other values.
     voxels
@@ -282,9 +282,9 @@ def exchange_backward_coefficients(
     partials
         Sums of each part of the slab: see ``passes.gradient_sums``.
     mean, rstd
-        Of the slab; the second where the kernel runs.
+        Statistics of the slab; ``rstd`` is on the kernel's device.
     weight, voxels, given
-        See ``reference.backward_coefficients``; where there are replicas, the voxels are the ``number`` that was found.
+        See ``reference.backward_coefficients``; with replicas, the voxels are ``ExchangedCoefficients.number``.
     mailbox, grouping, replicas
         See ``exchange_coefficients``.
     """

@@ -1,6 +1,6 @@
-"""Arithmetic of the norms on one slab in plain torch: it defines what the kernels compute.
+"""Arithmetic of the norms on one slab in plain torch: it defines the results of the kernels.
 
-A norm and the activation behind it are one pass: ``act(slab * scale + shift)``. Half precision is widened to float32
+A norm and the following activation are one pass: ``act(slab * scale + shift)``. Half precision is widened to float32
 inside and rounded once at the end. ``(B, C)`` values broadcast over the voxels.
 """
 
@@ -213,7 +213,7 @@ def check_sizes(channels: int, **given: Tensor | None) -> None:
     """
     for name, value in given.items():
         if value is not None and value.shape != (channels,):
-            raise RuntimeError(f"{name} should hold {channels} values, one per channel, got {tuple(value.shape)}")
+            raise RuntimeError(f"{name} should have {channels} values, one per channel, got {tuple(value.shape)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,5 +261,5 @@ class Running:
             self.variance.add_(variance, alpha=self.momentum / (count - 1))
 
     def shift(self, bias: Tensor) -> None:
-        """Move the mean by what the samples lacked that it was moved to, ``(C,)``."""
+        """Add the update for a bias, ``(C,)``, that the samples of the last update lacked."""
         self.mean.add_(bias.to(self.mean.device), alpha=self.momentum)

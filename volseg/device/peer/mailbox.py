@@ -254,8 +254,8 @@ class Mailbox(ABC):
             return None
         if is_recording(device):
             raise ParallelError(
-                "the first exchange between processes came while a CUDA graph was being recorded; run the step once "
-                "before it is recorded"
+                "the first exchange between processes happened while a CUDA graph was being recorded; run the step "
+                "once before recording it"
             )
         if not has_values(device):
             return cls([0] * shards, dist.get_rank(group), device)
@@ -272,6 +272,6 @@ class Mailbox(ABC):
             found.patience = PATIENCE
             dist.all_gather_object(reached, came, group=group)
         if not all(reached):
-            logger.info("GPUs exchange %s through NCCL: what they write does not reach the others' memory", cls.CARRIES)
+            logger.info("GPUs exchange %s through NCCL, as direct writes do not reach other GPUs", cls.CARRIES)
             return None
         return found

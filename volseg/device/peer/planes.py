@@ -81,7 +81,7 @@ ARGUMENTS = [f"{side}_{name}" for side in SIDES for name in Planes._fields]
 
 @triton.jit
 def _locate(i, start, run, inner, outer_stride, inner_stride, WHOLE: tl.constexpr):
-    """Return where the words ``i`` of planes lie: one run of words, or runs evenly spaced within each sample."""
+    """Return the addresses of the words ``i`` of planes: one run of words, or evenly spaced runs within each sample."""
     first = start.to(tl.int64).to(tl.pointer_type(tl.int32))
     if WHOLE:
         return first + i

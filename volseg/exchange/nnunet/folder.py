@@ -25,10 +25,10 @@ class NnunetWeights:
     configuration: str
     trainer: str
     mirror_axes: tuple[int, ...]
-    """Axes (0, 1, 2 are D, H, W as the network sees them) along which it may be mirrored."""
+    """Axes along which images may be mirrored; 0, 1, 2 are the network's D, H, W."""
     weights: Mapping[str, Tensor]
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the trainer: ``plans`` and ``dataset_json`` are those of the model folder."""
+    """Arguments of the trainer; ``plans`` and ``dataset_json`` are those of the model folder."""
 
 
 def read_checkpoint(path: Path) -> NnunetWeights:
@@ -37,7 +37,7 @@ def read_checkpoint(path: Path) -> NnunetWeights:
     Raises
     ------
     CheckpointError
-        If it is absent or damaged, holds more than tensors, plain values and numpy's numbers, or is another program's.
+        If it is absent or damaged, contains more than tensors and plain values, or is another program's.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; name the checkpoint by --checkpoint, or copy the whole folder")
@@ -48,7 +48,7 @@ def parse_nnunet(content: Any, path: Path) -> NnunetWeights:
     """Return the parts of a checkpoint that a prediction needs; the errors are those of `read_checkpoint`."""
     wanted = ("network_weights", "init_args", "trainer_name")
     if not isinstance(content, dict) or any(key not in content for key in wanted):
-        raise CheckpointError(f"{path} should hold {', '.join(wanted)}, as nnU-Net 2 writes; it is another program's")
+        raise CheckpointError(f"{path} is not a checkpoint of nnU-Net 2, which contains {', '.join(wanted)}")
     weights, arguments, axes = (content.get(key) for key in (*wanted[:2], "inference_allowed_mirroring_axes"))
     if not isinstance(weights, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
@@ -73,10 +73,10 @@ def parse_nnunet(content: Any, path: Path) -> NnunetWeights:
 CHECKPOINT = "checkpoint_final.pth"
 
 FILES = ("plans.json", "dataset.json")
-"""Files of a model folder beside its folds."""
+"""Files of a model folder, in addition to its folds."""
 
 OTHER_NETWORKS = re.compile(r"nnUNetTrainerBN|nnUNet_Primus.*|.*UMamba.*|nnUNetTrainer.*(Swin|Transformer).*")
-"""Trainers that build another network than their plans describe."""
+"""Trainers whose network differs from their plans."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +84,7 @@ class NnunetModel:
     """Content of a model folder."""
 
     folder: Path
-    """Folder of the model; for a checkpoint outside of its folder, the file."""
+    """Folder of the model; for a checkpoint outside its folder, the file."""
     plan: NnunetPlan
     task: Task
     mirror_axes: tuple[int, ...]
@@ -95,12 +95,12 @@ class NnunetModel:
 
 
 def is_nnunet_model(path: str | Path) -> bool:
-    """Say whether a folder is a model folder of nnU-Net 2."""
+    """Return whether a folder is a model folder of nnU-Net 2."""
     return all((Path(path) / name).is_file() for name in FILES) and any(Path(path).glob("fold_*"))
 
 
 def locate_nnunet(path: Path, checkpoint: str) -> tuple[Path, str, list[str] | None] | None:
-    """Return the model folder, the checkpoint's name and the folds that a path means; None for another path.
+    """Return the model folder, the checkpoint's name and the folds that a path denotes; None for any other path.
 
     Parameters
     ----------
@@ -117,16 +117,16 @@ def locate_nnunet(path: Path, checkpoint: str) -> tuple[Path, str, list[str] | N
 
 
 def read_alone(file: Path, weights: NnunetWeights) -> NnunetModel:
-    """Return the model of a checkpoint outside of its folder, from the plans in the checkpoint.
+    """Return the model of a checkpoint outside its folder, from the plans in the checkpoint.
 
     Raises
     ------
     ConfigError, CheckpointError, DataError
-        As `read_nnunet`.
+        See `read_nnunet`.
     """
     missing = [key for key in ("plans", "dataset_json") if not isinstance(weights.arguments.get(key), dict)]
     if missing:
-        raise ConfigError(f"{file} holds no {missing[0]} in its init_args, which its model folder holds")
+        raise ConfigError(f"{file} has no {missing[0]} in its init_args; name its model folder instead")
     _require_trainer(weights, file)
     plan = parse_plan(weights.arguments["plans"], file, weights.configuration)
     return NnunetModel(
@@ -148,16 +148,16 @@ def read_nnunet(
     Parameters
     ----------
     folder : path
-        With ``plans.json``, ``dataset.json`` and ``fold_0`` ... or ``fold_all``.
+        Folder with ``plans.json``, ``dataset.json`` and ``fold_0`` ... or ``fold_all``.
     checkpoint : str
         Name of the file in each fold's folder.
     folds : sequence, optional
-        Which to take; by default all that are numbered and have the checkpoint, else ``all``, as nnU-Net does.
+        Folds to use; by default all numbered folds with the checkpoint, else ``all``, as in nnU-Net.
 
     Raises
     ------
     ConfigError
-        For a configuration, a network or a trainer that cannot be followed.
+        For a configuration, a network or a trainer that is not supported.
     CheckpointError
         For a checkpoint that is absent, damaged, or unsafe to read.
     DataError
@@ -171,7 +171,7 @@ def read_nnunet(
     read = [read_checkpoint(file) for file in files]
     first = read[0]
     if any(other.configuration != first.configuration for other in read):
-        raise ConfigError(f"{folder}: its folds are of several configurations; keep those of one")
+        raise ConfigError(f"the folds of {folder} have different configurations; keep those of one")
     _require_trainer(first, folder)
     plan = read_plan(folder / "plans.json", first.configuration)
     return NnunetModel(
@@ -196,13 +196,13 @@ def _choose_folds(folder: Path, checkpoint: str, wanted: Sequence[str | int] | N
         others = sorted({path.name for path in folder.glob("fold_*/*.pth")})
         raise CheckpointError(
             f"{folder} has no fold with {checkpoint}; "
-            + (f"what its folds have: {', '.join(others)}" if others else "copy the folds' checkpoints too")
+            + (f"choose from {', '.join(others)} by --checkpoint" if others else "copy the folds' checkpoints too")
         )
     return numbered or found
 
 
 def _require_trainer(weights: NnunetWeights, folder: Path) -> None:
-    """Raise for a trainer whose network the plans do not describe; the weights of any other must fit that network."""
+    """Raise if the trainer's network is known to differ from the plans; for others, the weights decide."""
     if OTHER_NETWORKS.fullmatch(weights.trainer):
         raise ConfigError(
             f"{folder} was trained by {weights.trainer}, whose network differs from its plans; predict "
@@ -217,9 +217,9 @@ def _parse_task(declared: object, file: Path, root: Path, plan: NnunetPlan) -> T
     if labels.regions and not declared.get("regions_class_order"):
         raise DataError(f"{file} declares regions but no regions_class_order, which nnU-Net needs to predict them")
     if len(channels) != len(plan.schemes):
-        raise DataError(f"{file} names {len(channels)} channel(s), the plans normalise {len(plan.schemes)}")
+        raise DataError(f"{file} names {len(channels)} channel(s), but the plans normalise {len(plan.schemes)}")
     if not labels.regions and list(labels.labels) != list(range(len(labels.labels))):
-        raise DataError(f"{file} declares the labels {sorted(labels.labels)}; nnU-Net writes 0, 1, 2 ... without a gap")
+        raise DataError(f"{file} declares the labels {sorted(labels.labels)}; nnU-Net needs 0, 1, 2 ... without gaps")
     return Task(
         name=plan.dataset,
         root=root,

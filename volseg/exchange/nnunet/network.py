@@ -1,4 +1,4 @@
-"""Rebuild nnU-Net's networks by volseg's, and rename its tensors.
+"""Rebuild nnU-Net's networks from volseg's, and rename their tensors.
 
 The table of names follows from the network's structure, and must be complete: every tensor of the checkpoint has one
 place, every place one tensor of the same shape. So weights of a network that is only similar are refused.
@@ -13,7 +13,7 @@ from volseg.errors import CheckpointError, ConfigError
 from volseg.models.weights import get_tensor, strip_prefixes
 
 NETWORKS = {"PlainConvUNet": "n_conv_per_stage", "ResidualEncoderUNet": "n_blocks_per_stage"}
-"""nnU-Net's networks that can be rebuilt, and the parameter with the blocks of each."""
+"""Supported networks of nnU-Net, and the parameter with the blocks of each."""
 
 MOST_STAGES = 32
 
@@ -36,7 +36,7 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
     Raises
     ------
     ConfigError
-        For another network, or one made of other layers.
+        For a network or layers that are not supported.
     """
     name, given = _read_architecture(configuration, where)
     if name not in NETWORKS:
@@ -44,7 +44,7 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
     counts = NETWORKS[name]
     sizes = ("n_stages", "features_per_stage", "kernel_sizes", "strides", counts, "n_conv_per_stage_decoder")
     if missing := [key for key in sizes if key not in given]:
-        raise ConfigError(f"{where} leaves out {missing[0]} of the network {name}")
+        raise ConfigError(f"{where} does not set {missing[0]} of the network {name}")
     optional = {"norm_op_kwargs", "nonlin_kwargs", "dropout_op_kwargs", "deep_supervision"}
     if strange := sorted(given.keys() - set(sizes) - FIXED.keys() - optional):
         raise ConfigError(f"{where} gives {name} the parameter {strange[0]!r}, which is not supported")
@@ -59,7 +59,7 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
         )
     stages = given["n_stages"]
     if type(stages) is not int or not 2 <= stages <= MOST_STAGES:
-        raise ConfigError(f"{where} builds {name} of {stages!r} stages; needed: 2 to {MOST_STAGES}")
+        raise ConfigError(f"{where} builds {name} with {stages!r} stages; needed: 2 to {MOST_STAGES}")
     spec: dict[str, Any] = {
         "name": "PlainConvUNet" if name == "PlainConvUNet" else "ResEncUNet",
         "strides": _repeat(given["strides"], stages),
@@ -67,7 +67,7 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
         "filters": _repeat(given["features_per_stage"], stages),
         "blocks": _repeat(given[counts], stages),
         "decoder_blocks": _repeat(given["n_conv_per_stage_decoder"], stages - 1),
-        "deep_supervision": True,  # while it trains
+        "deep_supervision": True,  # during training
     }
     for key, of_stages in spec.items():
         count, kind = stages - (key == "decoder_blocks"), _is_size if key in ("strides", "kernel_size") else _is_count
@@ -75,34 +75,34 @@ def read_network(configuration: Mapping[str, Any], where: str) -> dict[str, Any]
             raise ConfigError(
                 f"{where} builds {name} with {key} {of_stages!r:.200}; needed: {count} positive whole numbers"
             )
-    # No tensor's shape depends on this stride, but the logits would lie on a coarser grid than the image.
+    # No tensor's shape depends on this stride, but the logits would be on a coarser grid than the image.
     if spec["strides"][0] not in (1, [1, 1, 1]):
         raise ConfigError(f"{where} builds {name} with a first stage of stride {spec['strides'][0]}; needed: 1")
     return spec
 
 
 def _is_count(value: Any) -> bool:
-    """Say whether a value is a positive whole number of 31 bits."""
+    """Return whether a value is a positive whole number of 31 bits."""
     return type(value) is int and 0 < value < 2**31
 
 
 def _is_size(value: Any) -> bool:
-    """Say whether a value is a positive whole number, or three of them."""
+    """Return whether a value is a positive whole number, or three of them."""
     return all(map(_is_count, value)) if isinstance(value, list) and len(value) == 3 else _is_count(value)
 
 
 def _read_architecture(configuration: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
-    """Return the network's name and arguments, of new plans or of those before nnU-Net 2.5."""
+    """Return the network's name and arguments, from new plans or from those before nnU-Net 2.5."""
     if isinstance(new := configuration.get("architecture"), dict):
         arguments = new.get("arch_kwargs")
         if not isinstance(arguments, dict):
-            raise ConfigError(f"{where} should hold architecture.arch_kwargs")
+            raise ConfigError(f"{where} should contain architecture.arch_kwargs")
         return str(new.get("network_class_name")).rpartition(".")[2], dict(arguments)
     name = str(configuration.get("UNet_class_name"))
     old = ("n_conv_per_stage_encoder", "n_conv_per_stage_decoder", "conv_kernel_sizes", "pool_op_kernel_sizes")
     numbers = ("UNet_base_num_features", "unet_max_num_features")
     if missing := [key for key in (*old, *numbers) if key not in configuration]:
-        raise ConfigError(f"{where} describes no network: neither architecture nor {missing[0]} is there")
+        raise ConfigError(f"{where} describes no network: it has neither architecture nor {missing[0]}")
     blocks, up, kernels, strides = (configuration[key] for key in old)
     base, most = (configuration[key] for key in numbers)
     if not (isinstance(blocks, list) and len(blocks) <= MOST_STAGES and _is_count(base) and _is_count(most)):
@@ -129,12 +129,12 @@ def _repeat(value: Any, count: int) -> list[Any]:
 
 
 def rename_weights(weights: Mapping[str, Tensor], network: nn.Module, where: str) -> dict[str, Tensor]:
-    """Return nnU-Net's tensors by the names that ``network``, built by `read_network`'s spec, has for them.
+    """Rename nnU-Net's tensors to the names of ``network``, which was built from `read_network`'s spec.
 
     Raises
     ------
     CheckpointError
-        Unless each tensor has one place, and the place's shape and kind of number.
+        If a tensor is missing or surplus, or has another shape or kind of number.
     """
     places = network.state_dict()
     last = sum(name.startswith("ups.") and name.endswith(".weight") for name in places) - 1
@@ -143,13 +143,13 @@ def rename_weights(weights: Mapping[str, Tensor], network: nn.Module, where: str
     names: dict[str, list[str]] = {}
     for name in bare:
         names.setdefault(_resolve_alias(name), []).append(name)
-    # Heads of deep supervision, also that of the coarsest stage, whose loss nnU-Net gives no weight.
+    # Heads of deep supervision, including that of the coarsest stage, whose loss has no weight in nnU-Net.
     heads = {f"decoder.seg_layers.{stage}.{kind}" for stage in range(last) for kind in ("weight", "bias")}
     if missing := [name for name in table.values() if name not in names]:
         raise CheckpointError(f"{where} has no tensor {missing[0]!r}, which the network of its plans needs")
     if surplus := sorted(names.keys() - set(table.values()) - heads):
-        raise CheckpointError(f"{where} holds {surplus[0]!r}, for which the network of its plans has no place")
-    assert table.keys() == places.keys(), "the table is made of the network"
+        raise CheckpointError(f"{where} has a tensor {surplus[0]!r}, which the network of its plans lacks")
+    assert table.keys() == places.keys(), "the table covers the network"
     renamed = {}
     for ours, name in table.items():
         try:
@@ -165,13 +165,13 @@ def rename_weights(weights: Mapping[str, Tensor], network: nn.Module, where: str
 
 
 def _resolve_alias(name: str) -> str:
-    """Return the first of a tensor's names: nnU-Net's modules hold each layer twice, and the encoder once more."""
+    """Return the first of a tensor's names: nnU-Net's modules register each layer twice, and the encoder again."""
     plain = name.removeprefix("decoder.") if name.startswith("decoder.encoder.") else name
     return plain.replace(".all_modules.0.", ".conv.").replace(".all_modules.1.", ".norm.")
 
 
 def _pair_names(places: Iterable[str], last: int) -> Iterator[tuple[str, str]]:
-    """Yield each name of ours with nnU-Net's; ``last`` is the finest stage on the way up, which has the head."""
+    """Yield each of our names with nnU-Net's; ``last`` is the finest stage of the decoder, which has the head."""
     for ours in places:
         part, *rest = ours.split(".")
         match part, rest:

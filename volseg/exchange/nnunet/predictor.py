@@ -1,18 +1,18 @@
-"""Preprocess an image as nnU-Net does, and predict by its sliding window: its places, its Gaussian, the mean of logits.
+"""Preprocess images as nnU-Net does, and predict by its sliding window: its positions, Gaussian and mean of logits.
 
 ::
 
     image as read -> transposed -> cropped -> normalised -> resampled
     image (C, D, H, W) -> windows -> networks, mirrored or not -> mean of logits -> blended
         -> original grid -> argmax, or logit > 0 of each region -> labels
-                         -> softmax, or sigmoids: probabilities, if they are asked for
+                         -> softmax, or sigmoids: probabilities, if requested
 
 The preprocessed volume has the affine of its new grid, so that label maps return to the original grid by geometry only.
 The outer borders of the cropped and the resampled grid coincide, as in nnU-Net; so spacings differ slightly from the
 plan's.
 
-The mean of logits stands where `Predictor` means probabilities. The order matters at every border between structures:
-the mean of logits and the mean of probabilities cross elsewhere. Volumes are streamed as those of any `Predictor`.
+This predictor averages logits, whereas `Predictor` averages probabilities. The difference shifts the borders between
+structures. Volumes are streamed as in `Predictor`.
 """
 
 import math
@@ -46,7 +46,7 @@ def build_preprocessing(plan: NnunetPlan) -> Preprocessing:
     turn = [orientation(["image"], axcodes="RAS")] if plan.turns_to_ras else []
     preprocessing = Preprocessing([RememberGrid(["image"]), *turn, _AsNnunet(plan), StoreVoxels(["image"])])
     followed = {key: value for key, value in asdict(plan).items() if key not in ("name", "dataset", "network", "batch")}
-    preprocessing.components = [{"name": "nnU-Net", **followed}]  # by which two are compared
+    preprocessing.components = [{"name": "nnU-Net", **followed}]  # compared to detect other preprocessing
     return preprocessing
 
 
@@ -61,8 +61,8 @@ class _AsNnunet(MapTransform):
         image: MetaTensor = data["image"]
         plan = self.plan
         if len(image) != len(plan.schemes):
-            raise DataError(f"the image has {len(image)} channel(s), the plans normalise {len(plan.schemes)}")
-        # Readers here count the fastest axis first, nnU-Net's the slowest.
+            raise DataError(f"the image has {len(image)} channel(s), but the plans normalise {len(plan.schemes)}")
+        # volseg's readers put the fastest axis first, nnU-Net's the slowest.
         axes = [2 - axis for axis in plan.transpose]
         voxels = image.as_tensor().float().permute(0, *(axis + 1 for axis in axes)).contiguous()
         affine = image.affine.to(torch.float64)[:, [*axes, 3]]
@@ -75,11 +75,14 @@ class _AsNnunet(MapTransform):
         shape = [round(min(side / to * n, 2.0**31)) for side, to, n in zip(sides, plan.spacing, before, strict=True)]
         if math.prod(shape) > MOST_VOXELS or 16 * len(voxels) * math.prod(shape) > max(ALWAYS_FITS, available_bytes()):
             raise GridError(
-                f"{before} voxels of {sides} mm become {shape} voxels of {list(plan.spacing)} mm, which memory cannot "
-                "hold; check the spacing in the image's header and in the plans"
+                f"{before} voxels of {sides} mm become {shape} voxels of {list(plan.spacing)} mm, which do not fit in "
+                "memory; check the spacing in the image's header and in the plans"
             )
         if 0 in shape:
-            raise DataError(f"{before} voxels of {sides} mm are less than one of {list(plan.spacing)} mm along an axis")
+            raise DataError(
+                f"{before} voxels of {sides} mm cover less than one voxel of {list(plan.spacing)} mm along an axis; "
+                "check the spacing in the image's header"
+            )
         voxels = resample(voxels, shape, plan.of_images, compute_thick_axis(plan.of_images, sides, plan.spacing))
         made = MetaTensor(voxels).copy_meta_from(image)
         made.affine = affine @ _place([axis.start for axis in box], before, shape)
@@ -89,7 +92,7 @@ class _AsNnunet(MapTransform):
 
 
 def _find_box(inside: Tensor) -> tuple[slice, slice, slice]:
-    """Return the box around the voxels that are inside; the whole volume if none is, as in nnU-Net."""
+    """Return the box around the voxels inside the mask; without such voxels the whole volume, as in nnU-Net."""
     spans = []
     for axis in range(3):
         found = inside.any(dim=[a for a in range(3) if a != axis]).nonzero().flatten().tolist()
@@ -99,8 +102,8 @@ def _find_box(inside: Tensor) -> tuple[slice, slice, slice]:
 
 
 def _normalise(channel: Tensor, inside: Tensor, plan: NnunetPlan, number: int) -> Tensor:
-    """Return a channel (D, H, W) in nnU-Net's scheme for it."""
-    voxels = channel.numpy(force=True)  # numpy's sums, to the bit
+    """Normalise a channel (D, H, W) by its scheme in the plans."""
+    voxels = channel.numpy(force=True)  # numpy's sums give nnU-Net's bits
     match plan.schemes[number]:
         case "CTNormalization":
             given = plan.moments[str(number)]
@@ -117,9 +120,7 @@ def _normalise(channel: Tensor, inside: Tensor, plan: NnunetPlan, number: int) -
             scaled = scaled / max(scaled.max(), LEAST_DEVIATION)
         case "RGBTo01Normalization":
             if voxels.min() < 0 or voxels.max() > 255:
-                raise DataError(
-                    f"channel {number} should hold colours from 0 to 255, got {voxels.min():g} to {voxels.max():g}"
-                )
+                raise DataError(f"channel {number} needs colours 0 to 255, got {voxels.min():g} to {voxels.max():g}")
             scaled = voxels / 255
         case _:
             scaled = voxels
@@ -127,7 +128,7 @@ def _normalise(channel: Tensor, inside: Tensor, plan: NnunetPlan, number: int) -
 
 
 def _place(start: list[int], before: list[int], after: list[int]) -> Tensor:
-    """Return the map from voxels of the resampled grid to those of the one before the crop."""
+    """Return the map from voxels of the resampled grid to voxels of the grid before the crop."""
     scale = torch.tensor([old / new for old, new in zip(before, after, strict=True)], dtype=torch.float64)
     matrix = torch.diag(torch.cat([scale, scale.new_ones(1)]))
     matrix[:3, 3] = (scale - 1) / 2 + torch.tensor(start)
@@ -137,25 +138,25 @@ def _place(start: list[int], before: list[int], after: list[int]) -> Tensor:
 class MeanLogits(WindowStep):
     """Average the logits of networks.
 
-    Logits of regions are shifted by one half: a sigmoid above one half means a logit above 0. Interpolation preserves a
-    shift; a sigmoid before it would move every border.
+    Logits of regions are shifted by one half, as regions are thresholded at one half and a sigmoid exceeds it for
+    logits above 0. Interpolation preserves the shift; a sigmoid before interpolation would move every border.
     """
 
     __slots__ = ()
 
     @property
     def link(self) -> str:
-        """Empty: logits are blended."""
+        """Name of the link function: empty, as logits are blended."""
         return ""
 
     def passes(self, windows: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
-        """Yield the logits of each pass in float32, those of regions moved, and the dims that were mirrored."""
+        """Yield the float32 logits of each pass, shifted for regions, and its mirrored dims."""
         for logits, dims in WindowStep.passes(self, windows):
             yield logits.float() + IN_A_REGION if self.regions else logits.float(), dims
 
 
 def place_windows(side: int, window: int, overlap: float) -> list[int]:
-    """Return the first voxel of each window along an axis: as many as needed, evenly spread.
+    """Return the first voxel of each window along an axis: the fewest windows needed, evenly spaced.
 
     Examples
     --------
@@ -168,7 +169,7 @@ def place_windows(side: int, window: int, overlap: float) -> list[int]:
 
 
 def compute_weight(window: Sequence[int], device: torch.device) -> Tensor:
-    """Return the weight (d, h, w) of each voxel of a window, rounded to half precision as nnU-Net's is."""
+    """Return the weight (d, h, w) of each voxel of a window, rounded to half precision as in nnU-Net."""
     centre = np.zeros(tuple(window))
     centre[tuple(side // 2 for side in window)] = 1
     blurred = gaussian_filter(centre, [side / 8 for side in window], mode="constant")
@@ -181,7 +182,7 @@ NNUNET = Windowing(place_windows, compute_weight)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NnunetPredictor(Predictor):
-    """Apply networks that nnU-Net trained to whole volumes as nnU-Net does; a `Predictor` in all else."""
+    """A `Predictor` that applies networks of nnU-Net to whole volumes as nnU-Net does."""
 
     step_kind = MeanLogits
     windowing = NNUNET

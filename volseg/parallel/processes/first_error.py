@@ -32,7 +32,7 @@ SECONDS_FOR_THE_CAUSE = 6.0
 """Seconds for the failing process to report its error, when this process knows only that another one is gone."""
 
 LASTING = (BatchFieldError, ConfigError, DataError, GridError, NonFiniteLossError, UnsupportedOperatorError)
-"""Errors that another attempt would meet again, since it starts from the same files. A restart must also not turn a
+"""Errors that would occur again in another attempt, which starts from the same files. A restart must also not turn a
 refusal into consent: attempts after the first continue with the content of the run folder."""
 
 SECONDS_FOR_REPORTS = 2.0
@@ -96,7 +96,7 @@ def await_first_error(fault: BaseException, supervision: Supervision | None) -> 
 def reporting_first_error(report: Callable[[str], object]) -> Iterator[None]:
     """Call ``report`` with the error that ends the job, if the job ends within the block.
 
-    A thread calls ``report``, and is waited for only briefly: the main thread may hang anywhere.
+    A thread calls ``report``, as the main thread may hang anywhere; this process waits for it only briefly.
     """
     _reports.append(report)
     try:
@@ -106,9 +106,9 @@ def reporting_first_error(report: Callable[[str], object]) -> Iterator[None]:
 
 
 def begin_all_anew(message: str, supervision: Supervision, variables: Mapping[str, str]) -> NoReturn:
-    """Restart all processes in place after a failure that the job survives in another way.
+    """Restart all processes in place after a failure that the job survives with other settings.
 
-    If another process failed before, lastingly or not, its failure counts.
+    If another process failed first, its failure decides.
 
     Parameters
     ----------

@@ -148,7 +148,7 @@ def make_groups(rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         if get_process_rank() in row:
             own = group
     if own is None:
-        raise ParallelError(f"process {get_process_rank()} has no place in the mesh of ranks {list(rows)}")
+        raise ParallelError(f"process {get_process_rank()} is not in the mesh of ranks {list(rows)}")
     return own
 
 

@@ -33,7 +33,7 @@ def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> 
 
     Each process gets torchrun's variables (``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` ...). If one
     fails, the others are ended and all are restarted, up to ``max_restarts`` times. There is no restart after an error
-    that another attempt would meet again, such as a config that cannot be run.
+    that would occur again, such as a config that cannot be run.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> 
         )
     if is_worker():
         raise ParallelError(
-            f"this process is rank {os.environ.get('RANK')} of a launched group already and would start {processes} "
+            f"this process is rank {os.environ.get('RANK')} of a launched job already and would start {processes} "
             "more; under torchrun leave out the number of GPUs"
         )
     variables = {OWN_LAUNCHER: str(os.getpid())}
@@ -71,7 +71,7 @@ def launch(command: Sequence[str], processes: int, *, max_restarts: int = 0) -> 
         cause = read_cause(first, name_place(rank, processes, first.local_rank))
         if attempt == max_restarts or is_lasting(first):
             raise ParallelError(cause + (f"; it was started {attempt + 1} times" if attempt else ""))
-        logger.warning("%s; restarting all processes, %d of %d times", cause, attempt + 1, max_restarts)
+        logger.warning("%s; restarting all processes (restart %d of %d)", cause, attempt + 1, max_restarts)
 
 
 def _attempt(command: Sequence[str], processes: int) -> ChildFailedError | None:

@@ -22,9 +22,9 @@ class Milestone:
     """Number of reports. Concurrent reports of threads may be counted once: only a change of the number matters."""
     phase: str
     epoch: int | None
-    """Counted from 1."""
+    """Epoch, counted from 1."""
     item: int | str | None
-    """A batch, counted from 1, or a case."""
+    """Batch, counted from 1, or case."""
 
     def __str__(self) -> str:
         epoch = "" if self.epoch is None else f", epoch {self.epoch}"

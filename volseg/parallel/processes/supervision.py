@@ -13,8 +13,8 @@ that reads cases, as long as that process advances. The thread ends its process,
 - the store does not answer for as long as a process may send no heartbeat. A cut network closes no connection, and
   calls of the store have no timeout: a separate thread makes them.
 
-After a failure that the job survives in another way (``again``), no process ends for good: each process restarts once
-it has read the failure.
+After a failure that the job survives with other settings (``again``), no process ends for good: each process restarts
+once it has read the failure.
 
 Time counts only while this thread runs: a job that is stopped as a whole (SIGSTOP, a suspended machine) continues
 afterwards. If only one of several processes is stopped, for example in a debugger, the others report a hang; set a
@@ -73,7 +73,7 @@ class Cause:
     is_own: bool
     """Whether this process reported the cause first."""
     lasts: bool = False
-    """Whether another attempt would meet the same cause."""
+    """Whether another attempt would fail for the same cause."""
     again: bool = False
     """Whether all processes restart themselves."""
     hung: bool = False
@@ -85,11 +85,11 @@ class Supervision:
     """Watch the other processes of a job, and report this process to them."""
 
     store: Store
-    """Of this attempt; nothing else uses this connection."""
+    """Store of this attempt; nothing else uses this connection."""
     rank: int
-    """Of this process."""
+    """Rank of this process."""
     members: Sequence[Mapping[str, Any]]
-    """Per process: ``where`` (its description), ``machine`` and ``pid``."""
+    """Description (``where``), ``machine`` and ``pid`` of each process."""
     timeout: float
     """Seconds without progress of any process."""
     end: Callable[[Cause, str], object]
@@ -239,7 +239,7 @@ class Supervision:
         everybody = "\n".join(f"  {member['where']}: {self._step_of(r)}" for r, member in staying.items())
         message = (
             f"no process has made progress for {stuck:.0f} s (parallel.timeout is "
-            f"{self.timeout:g}):\n{everybody}\nThe process that is behind the others, or elsewhere, blocks them; "
+            f"{self.timeout:g}):\n{everybody}\nA process that is behind the others, or at another place, blocks them; "
             "if a step really takes that long, raise parallel.timeout"
         )
         return self._decide(message, hung=True)

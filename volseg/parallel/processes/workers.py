@@ -129,7 +129,7 @@ class WorkerPool:
         self._heard: SimpleQueue[tuple[Worker, Message]] = SimpleQueue()
         self._readers: list[Thread] = []
         self.running: list[Worker] = []
-        """In the order of their starts."""
+        """Running workers, in the order of their starts."""
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +220,7 @@ class WorkerPool:
         Parameters
         ----------
         seconds : float, optional
-            Longest wait; None is returned afterwards.
+            Maximum wait; afterwards the result is None.
         """
         try:
             worker, message = self._heard.get(timeout=seconds)
@@ -268,12 +268,12 @@ def run_queue(
     find_signal: Callable[[], int | None],
     watch: Callable[[Item, Worker], None] | None = None,
 ) -> Generator[tuple[Item, Worker], None, None]:
-    """Run each item in a worker of its own, one per GPU at a time; yield the items as they end.
+    """Run each item in its own worker, one per GPU at a time; yield the items as they end.
 
     Parameters
     ----------
     items
-        In starting order; each is requested when a GPU is free.
+        Items in starting order; each is requested when a GPU is free.
     gpus
         Values of CUDA_VISIBLE_DEVICES.
     start
@@ -281,7 +281,7 @@ def run_queue(
     find_signal
         Returns the signal that this process received; it is forwarded once, and no item starts afterwards.
     watch
-        Called again and again with each item whose worker runs.
+        Called repeatedly with each item whose worker runs.
     """
     waiting, free = iter(items), list(gpus)
     begun: dict[Worker, tuple[Item, str | None]] = {}

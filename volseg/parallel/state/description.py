@@ -1,4 +1,4 @@
-"""Describe a value, so that changes show, also inside it: in containers, configuration objects and closures.
+"""Describe a value, so that changes show, also inside containers, configuration objects and closures.
 
 A description is a tuple of tokens, which can be hashed and compared. Plain values are compared by value, others by
 identity. Tensors are held weakly, since they may be large.
@@ -143,7 +143,7 @@ def _list_parts(value: Any) -> Iterable[Any] | None:
 
 
 def _varies(value: Any) -> bool:
-    """Return whether a value gives something else each time: an iterator, or a generator of random numbers."""
+    """Return whether a value yields another result each time: an iterator, or a generator of random numbers."""
     return (
         isinstance(value, torch.Generator | random.Random)
         or hasattr(type(value), "__next__")

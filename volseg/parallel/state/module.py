@@ -260,7 +260,7 @@ class Remembered:
                 raise ParallelError(
                     f"a parameter among {', '.join(part.parameters)} of {type(part.module).__name__} was changed in "
                     "place after a forward pass that must be repeated or undone: run the optimizer's step after "
-                    "backward(), and keep what forward() itself changes in buffers"
+                    "backward(), and store values that forward() changes in buffers"
                 )
 
 
@@ -279,13 +279,13 @@ def remember(net: nn.Module, values: Iterable[Tensor] = ()) -> Remembered:
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Say whether a module is TorchScript's, whose state cannot be exchanged: none is known for those without any."""
+    """Return whether a module is TorchScript's; refuse one with buffers, which cannot be exchanged."""
     if not isinstance(module, torch.jit.ScriptModule):
         return False
     if any(True for _ in module.buffers(recurse=False)):
         raise ParallelError(
-            f"the scripted module {module.original_name} has buffers, which a forward pass that is repeated or given "
-            "up would change once more; use the module that was scripted, or choose strategy='pipeline'"
+            f"the scripted module {module.original_name} has buffers, which a repeated or aborted forward pass would "
+            "change again; use the original Python module, or strategy='pipeline'"
         )
     return True
 

@@ -1,6 +1,6 @@
 """Record the random number generators of a forward pass, so that the pass can be repeated or undone.
 
-Covered are torch's default generators of the CPU and of the devices in use, Python's and NumPy's. Generators that
+This covers torch's default generators of the CPU and of the devices in use, Python's and NumPy's. Generators that
 belong to a network are part of the network's state: see ``module``.
 """
 
@@ -25,7 +25,7 @@ class RandomState:
     Parameters
     ----------
     devices
-        Devices whose generators count besides the CPU's; devices other than CUDA have none of their own.
+        Devices whose generators count in addition to the CPU's; only CUDA devices have their own.
     foreign
         Whether Python's and NumPy's generators count too: reading them takes fifty times as long as reading torch's.
     """
@@ -82,7 +82,7 @@ def own_random_numbers(devices: Iterable[torch.device]) -> Iterator[None]:
 def seeded(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
     """Draw from a seed in this block, with any library, and from the caller's states afterwards.
 
-    Each generator is seeded by itself: ``torch.manual_seed`` takes ten times as long.
+    Each generator is seeded separately: ``torch.manual_seed`` takes ten times as long.
     """
     devices, numpy = tuple(devices), _find_numpy()
     before, python = RandomState(devices, foreign=False), random.getstate()

@@ -9,7 +9,7 @@ A recording repeats kernels and runs no Python. Static, and part of its key or o
   network's functions name, the optimizer's settings (``Watch``).
 
 What may change between replays: the *values* of inputs, parameters, buffers and optimizer state on the device, a rate
-in a tensor on the device, the seeds, and tensors that the recorded function itself puts anew in the same place.
+in a tensor on the device, the seeds, and tensors that the recorded function itself replaces at the same place.
 
 Who re-records: of a step, ``Recorder`` frees all recordings at the first change that ``find_change`` names, and records
 again after the eager calls, at most twenty times. Of a pipeline's batch, ``BatchRecorder`` counts another condition of
@@ -165,7 +165,7 @@ class RecordedState:
     net, optimizer
         The trained network and its optimizer.
     prepare
-        Makes changes before an attempt; they are undone with it.
+        Makes changes before an attempt, which are undone with the attempt.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class RecordedState:
             if any(find_tensor(old) in read for old, _ in change.pairs):
                 yield f"reads {change.name} and then replaces it with another tensor; change it in place"
         for name in self._watch_of_attempt.unknown:
-            yield f"has {name}, whose changes cannot be noticed; keep it out of the network"
+            yield f"has {name}, whose changes cannot be detected; keep it out of the network"
 
     def put_back(self) -> None:
         """Undo the attempt."""

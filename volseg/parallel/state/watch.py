@@ -4,10 +4,10 @@ A recording repeats kernels, not Python, so it may replace ``forward`` only whil
 unchanged: modules and their attributes with the contents of containers, configuration objects and closures, the
 functions that run (``forward`` patched on a class or an object), hooks, the set of parameters and buffers and their
 memory, and the optimizer's settings. This is checked before every replay, while GPUs may be waiting: all identities
-are compared at once, and only what differs is described anew.
+are compared at once, and only values that differ are described again.
 
 Globals are watched if the network's own functions name them and they can be described: a number, a dictionary or a
-configuration object. Other globals, and data that ``forward`` reads from outside of Python, cannot be watched.
+configuration object. Other globals, and data that ``forward`` reads from outside Python, cannot be watched.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -46,7 +46,7 @@ from volseg.parallel.state.description import (
 from volseg.parallel.state.module import LEFT_OUT, is_scripted
 
 FOLLOWED = (*(PARAMETERS, BUFFERS, MODULES), *(FORWARD_HOOKS, FORWARD_PRE_HOOKS, BACKWARD_HOOKS, BACKWARD_PRE_HOOKS))
-"""Registries of a module whose members count; the other registries hold flags of these, or concern state dicts."""
+"""Registries of a module whose members count; the other registries contain flags of these, or concern state dicts."""
 
 MADE_BY_PYTHON = frozenset({"__call__", "__getattr__"})
 """Special names of a class that may change its behaviour."""
@@ -107,7 +107,7 @@ class _Held(NamedTuple):
     """Tells dictionaries with one prefix apart."""
     holder: Mapping[Any, Any]
     names: Collection[Any]
-    """Names that are watched."""
+    """Watched names."""
     versions: bool = False
     """Whether the values of tensors on hosts count: not of parameters, buffers and optimizers, which a step changes."""
 
@@ -118,7 +118,7 @@ class _Open(NamedTuple):
     held: _Held
     name: Any
     leaves: list[Any] | None
-    """None if there are tensors among them, which must not be kept alive: features of a pass may be large."""
+    """Leaves of the value; None if they include tensors, which must not be kept alive: features may be large."""
     described: Description
 
     @classmethod
@@ -208,7 +208,7 @@ class Watch:
             if is_held_weakly or not (stays(value) or isinstance(value, Tensor)):
                 self._open.append(found)
         if names:
-            self._gets.append(itemgetter(*names, names[0]))  # of one name it would return no tuple
+            self._gets.append(itemgetter(*names, names[0]))  # with one name it would not return a tuple
             self._read.append(held.holder)
             self._values += self._gets[-1](held.holder)
 
@@ -244,7 +244,7 @@ class Watch:
             return False
 
     def _look_inside(self) -> bool:
-        """Describe what has changed inside of the same objects; return whether nothing else has changed."""
+        """Describe changes inside the same objects; return whether nothing else has changed."""
         for place, each in enumerate(self._open):
             if each.is_same():
                 continue
