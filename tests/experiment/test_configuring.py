@@ -113,7 +113,7 @@ def test_train_takes_a_folder_and_goes_on_as_it_was_planned(folder, tmp_path):
     assert "| mean " in call("train", folder, "-o", run, *QUICK, "--restart").output  # begins, as nothing was begun
     planned = (run / "planned.yaml").read_bytes()
     assert RunFolder(run).config().name == "task00_tiny_unet"
-    with pytest.raises(ConfigError, match="already contains a run; continue it with --resume"):
+    with pytest.raises(ConfigError, match="already contains a run; continue it with volseg train --resume"):
         call("train", folder, "-o", run, *QUICK)
     longer = setting("network.filters=[4, 8, 8]", "training.epochs=2")
     assert "| mean " in call("train", folder, "-o", run, *longer, "--resume").output

@@ -111,7 +111,7 @@ def test_a_narrow_label_map_takes_a_wide_value():
 
 
 def test_values_of_another_task_are_refused():
-    with pytest.raises(DataError, match=r"has the values \[9\], but the postprocessing was .* the values \[0, 7, 500\]"):
+    with pytest.raises(DataError, match=r"has the values \[9\], but the postprocessing .* the values \[0, 7, 500\]"):
         after(PLAIN, np.full((1, 1, 2), 9, np.int32), ("keep_largest", (7,)))
 
 

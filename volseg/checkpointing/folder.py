@@ -127,7 +127,8 @@ class RunFolder:
         if self.exists:
             self._require_own_config()
             raise ConfigError(
-                f"{self.path} already contains a run; continue it with --resume, or choose another folder with --output"
+                f"{self.path} already contains a run; continue it with volseg train --resume, or choose another folder "
+                "with --output"
             )
         require_writable(self.path)
 
