@@ -1,4 +1,4 @@
-"""Printed commands run when they are typed."""
+"""Printed commands run when they are typed, and shells complete them."""
 
 import os
 import shlex
@@ -62,3 +62,11 @@ def test_what_was_run_as_a_module_is_spelled_as_one_and_runs(tmp_path, monkeypat
     assert spell("volseg --version") == f"{shlex.quote(sys.executable)} -m volseg --version"
     assert spell("tensorboard --version").endswith(" -m tensorboard.main --version")
     assert run(*shlex.split(spell("volseg --version")), path=["/usr/bin"], cwd=tmp_path)[0].startswith("volseg ")
+
+
+def test_an_answer_takes_no_import_of_torch() -> None:
+    ask = {**os.environ, "_VOLSEG_COMPLETE": "complete_bash", "COMP_WORDS": "volseg doctor --q", "COMP_CWORD": "2"}
+    code = "import sys; sys.argv = ['volseg']\nfrom volseg.cli import app\ntry:\n    app(prog_name='volseg')\n"
+    code += "finally:\n    sys.stderr.write(str('torch' in sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], env=ask, capture_output=True, encoding="utf-8")
+    assert (ran.stdout.split(), ran.stderr) == (["--quick"], "False")

@@ -151,14 +151,14 @@ def test_the_text_of_processes_has_an_encoding() -> None:
 
 
 LIMITS = {
-    "lines of code": 52_500,
-    "modules": 420,
-    "modules of the largest folder": 20,
+    "lines of code": 52_390,
+    "modules": 417,
+    "modules of the largest folder": 19,
     "functions called find_": 33,
     "lines of tests": 63_180,
     "benchmark scripts": 23,
     "lines of benchmarks": 6_070,
-    "words of docs": 57_540,
+    "words of docs": 57_080,
 }
 """How large the house may be. Lower a number when the house shrinks; raise none: what a change adds, it takes away.
 

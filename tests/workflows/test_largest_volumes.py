@@ -3,17 +3,7 @@
 import json
 
 import pytest
-from largest_volumes import (
-    UNIT,
-    at_side,
-    find_largest,
-    list_searches,
-    list_tries,
-    name_search,
-    next_side,
-    run_round,
-    summarise,
-)
+from largest_volumes import UNIT, at_side, find_largest, list_searches, list_tries, next_side, run_round, summarise
 from plan_accuracy_compared import forecast_row
 from plan_accuracy_rows import measure
 
@@ -41,14 +31,6 @@ def test_finds_the_largest_side_whatever_is_tried_first(first, largest):
         tries.append({"side": side, "fits": side <= largest})
     assert find_largest(tries) == largest
     assert len(tries) <= 10
-
-
-def test_searches_have_different_names():
-    names = [name_search(row) for row in list_searches() + list_searches([1, 2])]
-    assert len(set(names)) == len(names)
-    assert names[0] == "dynunet Nx160x160 b1 bf16 fast recorded"
-    assert names[-1] == "dynunet NxNxN b1 bf16 fast spatial2 checkpoint_all"
-    assert at_side(list_searches([2])[0], 320)["patch"] == [320] * 3
 
 
 def test_a_search_goes_on_where_it_was(tmp_path):

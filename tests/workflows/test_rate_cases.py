@@ -3,7 +3,6 @@
 import pytest
 import rate_passes as passes
 import torch
-from kernel_rates import list_cases
 from rate_convolutions import SAME, STRIDED, TRANSPOSED, TimedConvolution
 from rate_passes import LAYOUTS, Layout
 
@@ -53,11 +52,3 @@ def test_products_windows_and_optimizers_can_be_called() -> None:
     for _, call in prepared:
         call()
     assert prepared[0][0].flops == 2 * 5 * 6 * 7
-
-
-def test_the_order_is_the_same_in_every_process_and_mixes_kinds() -> None:
-    names = [case.name for case in list_cases()]
-    assert names == [case.name for case in list_cases()]
-    assert len(names) == len(set(names))
-    start = " ".join(names[:100])
-    assert all(part in start for part in ("convolution", "aten.", "channels last", "contiguous", "float32"))
