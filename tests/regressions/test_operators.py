@@ -500,3 +500,11 @@ def test_no_volume_is_gathered_for_a_list_of_channels(index: tuple) -> None:
 
 def test_channels_are_assigned_through_a_list_on_the_gathered_volume() -> None:
     assert_equal(assign_channels)
+
+
+def test_a_dim_of_one_plane_stays_the_cut_one_and_none_is_not_a_slope():
+    """On one shard the next longer dim was taken for it, here the channels, which a convolution refuses."""
+    volume = from_whole(torch.randn(1, 2, 1, 4, 4), (2,), Context(LocalDevices(["cpu"])))
+    assert volume.transpose(1, 2).reshape(1, 2, 4, 4).dims == (0,)
+    with pytest.raises(TypeError):
+        F.leaky_relu(volume, None)

@@ -128,10 +128,9 @@ def _reshaped(volume: ShardedVolume, target: Sequence[int], *, moves: bool) -> S
     """Return the reshaped volume, or None if planes would change shards and ``moves`` is False."""
     context = volume.context
     if volume.merged is None:
-        places = zip((_place(volume.shape, dim, target) for dim in volume.dims), volume.sizes, strict=True)
-        kept = [place[0] for place, size in places if place is not None and place[1:] == (1, size)]
-        if len(kept) == len(volume.dims):
-            return _with_slabs(volume, target, kept, volume.dims)
+        dims = [_kept_dim(volume.shape, target, dim) for dim in volume.dims]
+        if None not in dims:
+            return _with_slabs(volume, target, dims, volume.dims)  # type: ignore[arg-type]
     if len(volume.dims) == 1:
         plain = volume if volume.merged is None else volume.unmerged()
         place = _place(plain.shape, plain.dims[0], target)
@@ -214,3 +213,12 @@ def _target_shape(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[i
         return torch.empty(leaf.shape, device="meta") if isinstance(leaf, Tensor) else leaf
 
     return list(func(*map(outline, args), **{name: outline(value) for name, value in kwargs.items()}).shape)
+
+
+def _kept_dim(old: Sequence[int], new: Sequence[int], dim: int) -> int | None:
+    """Return the dim of ``new`` that contains exactly dim ``dim`` of ``old``, or None; its size may be 0 or 1."""
+    before = prod(old[:dim])
+    for candidate, size in enumerate(new):
+        if size == old[dim] and prod(new[:candidate]) == before:
+            return candidate
+    return None

@@ -200,11 +200,12 @@ def activate(
     refuse_if(not isinstance(volume, ShardedVolume), "its input is not sharded")
     given = {"negative_slope": negative_slope, "alpha": alpha, "approximate": approximate}
     settings = {name: value for name, value in given.items() if value is not None}
-    kind: Any = TAKEN_ALONG[func.__name__.removesuffix("_")]
+    name = func.__name__.removesuffix("_")
+    kind: Any = TAKEN_ALONG[name]
     exact = settings.get("approximate", "none") == "none"
     taken = exact and (kind in ("leaky", "elu") or fusions.is_on("activations"))
-    parameter = settings.get("alpha" if kind == "elu" else "negative_slope", 0.0)
-    waiting = volume.pending.activate(Activation(kind, float(parameter))) if taken else None
+    parameter = float({"leaky_relu": negative_slope, "elu": alpha}.get(name, 0.0))
+    waiting = volume.pending.activate(Activation(kind, parameter)) if taken else None
     written = inplace or func.__name__.endswith("_")
     if waiting is None:
         return (in_place if written else pointwise)(func, (volume,), settings | ({"inplace": True} if inplace else {}))

@@ -148,7 +148,7 @@ def interpolate(
         return adaptive_pool(pool, volume, sizes)
     known = mode in NEAREST or mode == LINEAR.get(count)
     if not known or antialias or not spatial_only(volume, count):
-        modes = ", ".join((*NEAREST, LINEAR[count], "area"))
+        modes = ", ".join((*NEAREST, *filter(None, [LINEAR.get(count)]), "area"))
         refuse(f"it needs a volume cut along spatial dims, no antialias, and a mode of {modes}; got mode={mode!r}")
     sizes = _sizes(volume, given, count)
     scales = _given_scales(given, count)
