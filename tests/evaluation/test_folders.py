@@ -171,8 +171,8 @@ def test_a_table_says_which_prediction_is_of_which_case(tmp_path):
     with pytest.raises(DataError, match=r"lacks 1 of 3 case\(s\): pat15"):
         evaluate_folders(tmp_path / "out", table)
     for wrong, message in (
-        ([*rows, "pat13,other.nii.gz,data/pat14/truth.nii.gz,"], "names 'pat13' twice"),
-        ([*rows, "pat15,first.nii.gz,data/pat14/truth.nii.gz,"], r"names 'first\.nii\.gz' twice"),
+        ([*rows, "pat13,other.nii.gz,data/pat14/truth.nii.gz,"], "lists 'pat13' twice"),
+        ([*rows, "pat15,first.nii.gz,data/pat14/truth.nii.gz,"], r"lists 'first\.nii\.gz' twice"),
         ([rows[0], "pat13,absent.nii.gz,data/pat13/truth.nii.gz,"], "names no prediction in"),
     ):
         table.write_text("\n".join(wrong), encoding="utf-8")

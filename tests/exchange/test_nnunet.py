@@ -165,8 +165,8 @@ def test_numbers_of_numpy_are_read_and_damaged_files_named(model):
         ("decoder.transpconvs.0.bias", lambda _: None, r"has no tensor 'decoder\.transpconvs\.0\.bias'"),
         ("encoder.extra.weight", lambda _: torch.zeros(1), r"'encoder\.extra\.weight', which the network of its"),
         ("decoder.seg_layers.1.weight", lambda tensor: torch.zeros(3, *tensor.shape[1:]), r"seg_layers\.1\.weight has"),
-        ("decoder.transpconvs.0.weight", torch.Tensor.to_sparse, r"transpconvs\.0\.weight holds float32 \(torch"),
-        ("decoder.transpconvs.0.bias", lambda _: torch.zeros(1).expand(10**6, 10**6), r"transpconvs\.0\.bias holds"),
+        ("decoder.transpconvs.0.weight", torch.Tensor.to_sparse, r"transpconvs\.0\.weight is float32 \(torch"),
+        ("decoder.transpconvs.0.bias", lambda _: torch.zeros(1).expand(10**6, 10**6), r"transpconvs\.0\.bias is"),
         ("decoder.encoder.stages.0.0.convs.0.conv.weight", lambda _: torch.ones(1), r"encoder\.stages\.0\.0\.convs"),
     ],
 )  # fmt: skip

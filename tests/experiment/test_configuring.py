@@ -143,7 +143,7 @@ def test_processes_of_a_launcher_do_not_plan_each_for_itself(folder, tmp_path, m
 def test_presets_belong_to_data_sets(config_file):
     result = CliRunner().invoke(app, ["train", str(config_file), "--preset", "unet"])
     assert result.exit_code == 2
-    assert "plan for a data set" in result.output
+    assert "need a data set" in result.output
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_series_that_share_a_folder_are_read_apart_and_sorted(write_series, tmp_
     whole = read_volume(alone)
     np.testing.assert_array_equal(whole, first)
     np.testing.assert_array_equal(whole.affine, first.affine)
-    with pytest.raises(ReaderError, match="holds 2 DICOM series"):
+    with pytest.raises(ReaderError, match="contains 2 DICOM series"):
         read_volume(folder)
 
 
@@ -135,7 +135,7 @@ def test_a_folder_without_an_image_is_refused(tmp_path):
     (tmp_path / "Task01" / "dataset.json").write_text("{}", encoding="utf-8")
     (tmp_path / "scan.nii.gz").write_bytes(b"not read here")
     for path, series, message in (
-        ("export", [], r"no series is an image; there are .*7\.5 .*: derived from images \(SR\), .*7\.6 .*: .*\(KO\)"),
+        ("export", [], r"no series is an image; found: .*7\.5 .*: derived from images \(SR\), .*7\.6 .*: .*\(KO\)"),
         ("Task01", [], r"Task01 contains neither an image nor a DICOM series; name another folder"),
         ("scan.nii.gz", ["T1"], r"scan\.nii\.gz: there is no DICOM series to choose from; leave out --series"),
     ):

@@ -195,7 +195,7 @@ def test_what_cannot_be_written_or_read_is_told_before_the_first_prediction(cpu_
         predict(cpu_run, [own_images], type(tmp_path)("/proc/out"))
     long = own_images / ("n" * 232 + ".nii.gz")  # one byte too many, for every process and thread
     shutil.copy(next(own_images.iterdir()), long)
-    with pytest.raises(ConfigError, match=r"such as of n{40}, cannot .*File name too long\); .* shorter name"):
+    with pytest.raises(ConfigError, match=r"such as n{40}, cannot .*File name too long\); .* shorter name"):
         predict(cpu_run, [own_images], tmp_path / "out")
     assert contents(tmp_path / "out") == {}
     predict(cpu_run, [long.rename(tmp_path / long.name[1:])], tmp_path / "out")

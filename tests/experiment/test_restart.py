@@ -143,7 +143,7 @@ def test_without_a_sound_checkpoint_nothing_begins_by_itself(configured, half):
 
 def test_other_weights_than_those_asked_for_are_named_and_never_taken(configured, half, task):
     damage(half.checkpoints / "latest.pt")
-    names = r"latest\.pt is damaged.*Another one exists: --checkpoint best or previous"
+    names = r"latest\.pt is damaged.*Another checkpoint exists: --checkpoint best or previous"
     for use in (lambda: predict(half, [task / "imagesTs"]), lambda: validate(half)):
         with pytest.raises(CheckpointError, match=names):
             use()

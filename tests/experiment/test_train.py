@@ -224,7 +224,7 @@ def test_bad_cases_stop_the_run_before_it_begins_all_at_once_or_are_left_out_and
     voxels[0, 0, 0] = 7
     nibabel.save(nibabel.Nifti1Image(voxels, volume.affine), label)
     config = configured(f"data.root={root}")
-    bad = r"synthetic_001\.nii\.gz.*synthetic_002\.nii\.gz holds 7"
+    bad = r"synthetic_001\.nii\.gz.*synthetic_002\.nii\.gz contains 7"
     with pytest.raises(DataError, match=rf"(?s)2 case\(s\) cannot be used.*{bad}.*data\.skip_bad"):
         train(config)
     assert not config.folder.exists()
@@ -232,7 +232,7 @@ def test_bad_cases_stop_the_run_before_it_begins_all_at_once_or_are_left_out_and
     assert {problem.case for problem in outcome.problems} == {"synthetic_001", "synthetic_002"}
     report = (outcome.folder.path / "report.md").read_text(encoding="utf-8")
     assert "## Cases left out" in report
-    assert "synthetic_002.nii.gz holds 7" in report
+    assert "synthetic_002.nii.gz contains 7" in report
 
 
 @pytest.mark.parametrize(

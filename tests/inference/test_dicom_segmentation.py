@@ -206,7 +206,7 @@ def test_what_is_no_series_is_refused_before_anything_is_computed(write_series, 
     monkeypatch.setitem(sys.modules, "highdicom", None)
     with pytest.raises(ConfigError, match="install it: pip install highdicom"):
         require_dicom_source(folder, "a")
-    with pytest.raises(ConfigError, match="install it by: pip install highdicom"):
+    with pytest.raises(ConfigError, match="install it: pip install highdicom"):
         PredictionFiles(folder=tmp_path, label_format="dicom-rtstruct")
 
 
@@ -219,7 +219,7 @@ def test_slices_that_cannot_be_referred_to_are_refused(write_series, tmp_path):
         (labels, volume, other, GridError, r"DICOM series of .* is up to 5 mm away from its label map"),
         (labels, volume, files[:5], GridError, r"has the shape \(5, 4, 5\), but its label map has \(5, 4, 6\)"),
         (labels, same, [*files[:5], files[0]], DataError, r"6 slices are at 5 place\(s\)"),
-        (labels + 9, same, other, DataError, r"holds \[9\], but the values of Brain are \[0, 1, 2\]"),
+        (labels + 9, same, other, DataError, r"has values \[9\], but those of Brain are \[0, 1, 2\]"),
     ):
         with pytest.raises(error, match=words):
             write_dicom_segmentation(label_map, image, tmp_path / "a.dcm", series=series, task=TUMOUR, weights="0")

@@ -233,7 +233,7 @@ def test_what_cannot_fit_is_refused_before_it_is_computed(monkeypatch):
     monkeypatch.setattr(writing, "available_bytes", lambda: 64 * 2**30)
     require_room(image, 15)
     words = (
-        r"ct.nii.gz: the probabilities of 117 outputs on \(512, 512, 600\) voxels take 70.3 GiB .* 64.0 GiB are free"
+        r"ct.nii.gz: the probabilities of 117 outputs on \(512, 512, 600\) voxels need 70.3 GiB .* 64.0 GiB are free"
     )
     with pytest.raises(OutOfMemoryError, match=words):
         require_room(image, 117)

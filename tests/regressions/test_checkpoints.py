@@ -525,7 +525,7 @@ def test_an_average_of_tied_parameters_is_refused_by_a_network_that_does_not_tie
     average = {name: value + 1 for name, value in network.named_parameters()}
     apart = Tied()
     apart.b.weight = nn.Parameter(apart.b.weight.detach().clone())
-    with pytest.raises(CheckpointError, match=r"hold no average of the parameter b\.weight"):
+    with pytest.raises(CheckpointError, match=r"have no average of the parameter b\.weight"):
         load_weights(apart, state, average)
 
 
@@ -568,7 +568,7 @@ def test_weights_of_another_kind_of_number_are_refused(kind, times):
     network = one_layer(times)
     values = {name: REFUSED[kind]() for name in network.state_dict()}
     for load in (load_weights, partial(transfer_weights, stems={}, heads={})):
-        with pytest.raises(CheckpointError, match=f"0.weight holds .*{kind}.* the network needs float32"):
+        with pytest.raises(CheckpointError, match=f"0.weight is .*{kind}.* the network needs float32"):
             load(network, values)
 
 

@@ -428,7 +428,7 @@ def test_a_row_of_zeros_after_the_pixels_is_padding(tmp_path, extra, is_read):
     if is_read:
         expect_stored(series)
     else:
-        refused(series, f"holds {40 + len(extra)} bytes of pixels")
+        refused(series, f"has {40 + len(extra)} bytes of pixels")
 
 
 def bare(path, *, is_implicit):

@@ -489,7 +489,7 @@ def test_the_largest_volume_is_found_by_few_traces(fixed, per_voxel):
         total = int(fixed * 2**30 + math.prod(sides) * per_voxel)
         return math.inf if total > 1.3 * 16 * 2**30 else total
 
-    work, machine = SimpleNamespace(sides=(32, 32, 48)), SimpleNamespace(gpu_bytes=16 * 2**30)
+    work, machine = SimpleNamespace(batch_size=1), SimpleNamespace(gpu_bytes=16 * 2**30)
     planned = SimpleNamespace(work=work, divisors=(16, 16, 16), machine=machine, need=need)
     assert all(_find_volumes(planned, Candidate(), ((1, 1, 1), (32, 32, 48))))
     assert len(asked) <= 7

@@ -130,7 +130,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, name, make):
         make(path / "1.dcm")
     else:
         make(path)
-    refused(path, "is not a regular file|does not exist|cannot be accessed")
+    refused(path, "is neither a regular file nor a link|does not exist|cannot be accessed")
 
 
 NRRD = {

@@ -72,6 +72,39 @@ def test_a_module_with_two_names_is_recorded():
     assert model.strategy.is_replaying
 
 
+# The last is of a tensor of inference mode, which counts no changes.
+IN_FORWARD = {"other memory": lambda x: x.set_(x * 2), "inference": lambda x: x.add_(1.0)}
+
+
+@pytest.mark.parametrize("change", IN_FORWARD)
+def test_an_argument_that_forward_changes_is_changed_in_every_batch(change):
+    """``set_`` gave it other memory, in which a recording did not look for it: its result was NaN."""
+    model = pipeline(chain(lambda net, x: (IN_FORWARD[change](x), net.b(net.a(x)))[1]), record=True)
+    x, found = volumes(2), []
+    with torch.inference_mode() if change == "inference" else torch.no_grad():
+        for _ in range(WARM_UP + 2):
+            given = x.clone()
+            found.append([model(given), given])
+    torch.testing.assert_close(found, found[:1] * len(found), rtol=0, atol=0)
+    assert not model.strategy.is_replaying
+
+
+class Averaging(nn.BatchNorm3d):
+    """A momentum of one over the number of batches, as a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)
+        running = self.running_mean, self.running_var
+        return F.batch_norm(x, *running, self.weight, self.bias, True, 1.0 / self.num_batches_tracked)
+
+
+def test_a_replay_does_not_count_batches_too_late():
+    net = chain(lambda net, x: net.b(net.bn(net.a(x))))
+    net.bn = Averaging(net.a.out_channels).double()
+    batches = [(volumes(),) for _ in range(WARM_UP + 3)]
+    assert_same_steps(net, batches, cuts=["b"], record=True, lr=0.1, split_size=len(batches[0][0]))
+
+
 def test_forward_that_keeps_something_is_not_replayed():
     """A network that keeps its features for the caller kept those of the recording."""
     net = chain(lambda net, x: (setattr(net, "features", net.a(x).detach()), net.b(net.a(x)))[1])

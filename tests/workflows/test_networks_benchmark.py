@@ -1,6 +1,5 @@
 """The benchmark of twelve networks: its rows run, failures become rows, and no row is measured twice."""
 
-import copy
 import json
 import sys
 
@@ -8,13 +7,11 @@ import networks
 import networks_rows
 import pytest
 import torch
-from networks_listed import NETWORKS, TUNED, build, fit
+from networks_listed import NETWORKS, TUNED
 from networks_rows import compare, plot
 from traced_graphs import trace_only
 
 from volseg.device import compiler_internals
-from volseg.device.torch_internals import tree_leaves
-from volseg.parallel import CompiledNetwork
 
 SMALL = {"network": "UNet", "sides": (16, 8, 8), "small": True, "device": "cpu", "gpu": 0, "number": 0}
 
@@ -35,32 +32,6 @@ def test_ours_and_the_plain_network_train_alike(monkeypatch):
         losses.append(step.warm_up()["loss"])
         assert step.time() > 0
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-2)  # bfloat16 has three digits
-
-
-def observe_compiled(net, image):
-    """Return outputs, gradients and buffers of a step, with all heads in the loss."""
-    net.zero_grad()
-    heads = [leaf for leaf in tree_leaves(net(image)) if isinstance(leaf, torch.Tensor)]
-    torch.stack([head.square().mean() for head in heads]).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in net.named_parameters()}
-    return [head.detach() for head in heads], gradients, dict(net.named_buffers())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NETWORKS)
-def test_each_network_is_itself_when_compiled(monkeypatch, name):
-    """Two training passes of torch.compile's functions with torch's kernels."""
-    monkeypatch.setattr(compiler_internals, "compile_graph", trace_only)
-    sides = fit(name, (32, 32, 32))
-    plain = build(name, sides, small=True).double().train()
-    model = CompiledNetwork(copy.deepcopy(plain))
-    image = torch.randn(1, 1, *sides, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for _ in range(2):
-        # float64: a chain of functions may be ordered in another way.
-        torch.testing.assert_close(
-            observe_compiled(model, image), observe_compiled(plain, image), rtol=1e-9, atol=1e-11
-        )
-    assert model.pieces.count
 
 
 def test_exactness_is_told_beside_round_off():

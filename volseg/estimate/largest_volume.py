@@ -86,11 +86,9 @@ def find_largest(
             known[math.prod(sides)] = total
         if high - low <= 1:
             break
-        # Without a line: away from the first size in growing strides, until both limits are known, then by halves.
         half = (low + high) // 2
-        if low == 0 or high > MOST_STEPS:
-            half = high - stride if low == 0 else low + stride
-            stride *= 2
+        if high > MOST_STEPS:  # without a line and a limit: in growing strides
+            half, stride = low + stride, 2 * stride
         # Bisect now and then: a line may miss repeatedly.
         is_due = tries % 4 == 0 and high <= MOST_STEPS
         step = half if is_due else _extrapolate(known, capacity, aspect, divisors) or half

@@ -16,7 +16,7 @@ from volseg.parallel.forking import ForkedWorkers
 MOST_GPUS = 64
 """Most GPUs that a remedy suggests where nothing fits."""
 
-TYPICAL_BYTES = 1500
+TYPICAL_BYTES = 2000
 """Bytes of a step per voxel and sample by which the search of the largest volume begins; networks took 800 to 3,900."""
 
 

@@ -48,6 +48,8 @@ class Block(nn.Module):
 class Played:
     """A recording of the function as it was."""
 
+    is_free = True
+
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.released = function, False
 

@@ -29,7 +29,7 @@ from volseg.device.torch_internals import TorchDispatchMode, find_saved_tensors_
 from volseg.errors import ParallelError
 from volseg.parallel.pipeline import run as runs
 from volseg.parallel.pipeline.observer import DIFFERENTIATE
-from volseg.parallel.pipeline.placement import BatchContext, PlacedRun, Placement
+from volseg.parallel.pipeline.placement import ADDITIONS, BatchContext, PlacedRun, Placement
 from volseg.parallel.pipeline.statistics import WholeBatchStatistics
 from volseg.parallel.pipeline.transfer import list_copy_streams
 from volseg.parallel.state.module import read_version
@@ -229,6 +229,9 @@ class RecordedRun(PlacedRun):
         if find_saved_tensors_hooks(False) is not None:
             raise RecordRefusedError("forward recomputes or offloads activations (hooks for saved tensors)")
         plain = [runs.unwrap(tensor) for tensor in runs.iterate_tensors((args, kwargs or {}))]
+        counters = self.placement.counters
+        if getattr(function, "__name__", "") not in ADDITIONS and any(id(tensor) in counters for tensor in plain):
+            raise RecordRefusedError("forward reads the number of batches so far, which a replay increases at its end")
         read = [(tensor, read_version(tensor)) for tensor in plain]
         result = super().__torch_function__(function, types, args, kwargs)
         # Micro-batches on two streams would change it concurrently.

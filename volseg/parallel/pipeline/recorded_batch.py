@@ -29,6 +29,7 @@ from volseg.errors import ParallelError
 from volseg.parallel.pipeline.graphs import Lanes, RecordedRun, RecordRefusedError
 from volseg.parallel.pipeline.micro_batch import Call, CutBatch, join, split
 from volseg.parallel.pipeline.placement import BatchContext, Placement
+from volseg.parallel.pipeline.run import list_changed_tensors
 from volseg.parallel.pipeline.statistics import WholeBatchStatistics
 from volseg.parallel.pipeline.transfer import copy_between
 from volseg.parallel.state.module import read_version
@@ -70,9 +71,10 @@ class RecordedBatch:
         # Without the caller's tensors, which would live as long as the recording.
         self._net, self._batch = net, replace(batch, call=((), {}), calls=())
         self._node: weakref.ref[Any] | None = None
-        self._call: Call = pytree.tree_map_only(
-            Tensor, lambda given: given.detach().clone().requires_grad_(given.requires_grad), batch.call
-        )
+        with torch.inference_mode(False):  # else changes in place would not count
+            self._call: Call = pytree.tree_map_only(
+                Tensor, lambda given: given.detach().clone().requires_grad_(given.requires_grad), batch.call
+            )
         self._inputs = [leaf for leaf in pytree.tree_leaves(self._call) if isinstance(leaf, Tensor)]
         self.parameters = list(net.parameters())
         self._aliases = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in self.parameters}
@@ -82,7 +84,10 @@ class RecordedBatch:
         places = {tensor.device for tensor in self._inputs} | placement.devices | {batch.target}
         self._lanes = Lanes(places, lanes)
         self._roots: list[_Output] = []
+        versions = [(tensor, read_version(tensor)) for tensor in self._inputs]
         self._forward, self._homes = self._lanes.record(self._run_forward)
+        if list_changed_tensors(versions):  # also by scripted functions, which no mode sees
+            raise RecordRefusedError("forward changes an argument in place")
         self._backward = self._record_backward() if torch.is_grad_enabled() else None
         self._leaves, self._structure = pytree.tree_flatten(join(self._homes, batch.sizes))
         self._roots.clear()  # free the autograd graph; the recording keeps the memory
