@@ -616,7 +616,7 @@ def test_a_config_that_is_edited_meanwhile_changes_no_trial_and_the_next_command
 
     config.write_text(before, encoding="utf-8")
     [commands] = describe_search(read_search(tmp_path / "run")).sections[-1].blocks
-    command = shlex.split(dict(commands.commands)["Try more values:"])
+    command = shlex.split(dict(commands.commands)["Run more trials:"])
     assert command[-2:] == ["--trials", "4"]
     result = CliRunner().invoke(app, [*command[command.index("search") : -1], "1"], catch_exceptions=False)
     assert (result.exit_code, read_search(tmp_path / "run").results["wanted"]) == (0, 1)
