@@ -49,7 +49,7 @@ def test_a_finished_training_leaves_a_page_with_its_cases(configured, true_pictu
         assert f"<h2>{heading}</h2>" in page
     assert "HD95" in page
 
-    with pytest.raises(ConfigError, match=r"contains a run; continue it with volseg train --resume, or choose another folder"):
+    with pytest.raises(ConfigError, match=r"continue it with volseg train --resume, or choose another"):
         train(config)
     assert read_page(config) == page  # it is another run's, which was left alone
 
