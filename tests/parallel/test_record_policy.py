@@ -1,4 +1,4 @@
-"""When steps are recorded, and that all processes decide alike; tested without CUDA."""
+"""Test, without CUDA, when a step is recorded and that all processes make the same decision."""
 
 import pytest
 import torch

@@ -118,7 +118,7 @@ def place(operand: Tensor, dims: Sequence[int], like: ShardedVolume) -> list[Ten
     """
     context = like.context
     if isinstance(operand, ShardedVolume):
-        if _is_cut_alike(operand, dims, like):
+        if _has_same_slabs(operand, dims, like):
             return list(relaid(operand, like.merged).slabs)
         if set(dims) == {-1} and operand.context is context:
             return give_whole(operand)
@@ -133,11 +133,11 @@ def place(operand: Tensor, dims: Sequence[int], like: ShardedVolume) -> list[Ten
     return copies
 
 
-def _is_cut_alike(operand: ShardedVolume, dims: Sequence[int], like: ShardedVolume) -> bool:
-    """Return whether a volume, cut along ``dims``, has slabs like ``like``; one that another model cut may not."""
+def _has_same_slabs(operand: ShardedVolume, dims: Sequence[int], like: ShardedVolume) -> bool:
+    """Return whether the shards own the same planes of both volumes; two models may divide a volume differently."""
     own, other = operand.context.communicator, like.context.communicator
-    alike = list(operand.dims) == dims and operand.sizes == like.sizes
-    return alike and (own is other or own.owned(like.sizes) == other.owned(like.sizes))
+    same_dims = list(operand.dims) == dims and operand.sizes == like.sizes
+    return same_dims and (own is other or own.owned(like.sizes) == other.owned(like.sizes))
 
 
 def run_local(
@@ -215,7 +215,7 @@ def cut_like(operand: Tensor, like: ShardedVolume) -> ShardedVolume:
     """Return a volume or an ordinary tensor of the same grid, cut like ``like`` (dims count from the last)."""
     dims = _dims_from_last(operand, like)
     if isinstance(operand, ShardedVolume):
-        if _is_cut_alike(operand, dims, like):
+        if _has_same_slabs(operand, dims, like):
             return relaid(operand, like.merged)
         operand = operand.full_tensor()
     if any(dim < 0 or operand.shape[dim] != size for dim, size in zip(dims, like.sizes, strict=True)):
